@@ -63,6 +63,9 @@ demo: $(VENV)/.demo $(ATLAS)
 test: $(VENV)/.test
 	$(PYTEST) --no-loadscope-reorder -m core $(PYTEST_ARGS)
 
+# These wait for other programs longer than the core tests do.
+test-programs test-faults: TEST_PROCESSES := 4
+
 test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)
 

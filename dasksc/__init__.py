@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dasksc.inference import predict
     from dasksc.inspection.checking import check, diversity
     from dasksc.inspection.describing import describe
-    from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
+    from dasksc.inspection.suggestions import suggest_parameters
     from dasksc.loader import scDataset
     from dasksc.loader.genes import GeneMatch
     from dasksc.multiindexable import MultiIndexable
@@ -74,7 +74,6 @@ _MODULE_OF = {
     "convert": "dasksc.conversion",
     "describe": "dasksc.inspection.describing",
     "diversity": "dasksc.inspection.checking",
-    "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
     "highly_variable_genes": "dasksc.summaries",
@@ -124,7 +123,6 @@ __all__ = [
     "datasets",
     "describe",
     "diversity",
-    "estimate_sample_size",
     "experimental",
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",

@@ -1,5 +1,5 @@
 """Parameter suggestions, re-exported from `dasksc.inspection.suggestions`."""
 
-from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
+from dasksc.inspection.suggestions import suggest_parameters
 
-__all__ = ["estimate_sample_size", "suggest_parameters"]
+__all__ = ["suggest_parameters"]

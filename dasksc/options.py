@@ -254,13 +254,18 @@ class Parser(jsonargparse.ArgumentParser):
         self.allow_abbrev = False
 
     def add_options(
-        self, name: str, *, prefix: str = "", skip: Collection[str] = (), title: str | None = None, **defaults: Any
+        self,
+        name: str,
+        *others: Parameter,
+        prefix: str = "",
+        skip: Collection[str] = (),
+        title: str | None = None,
+        **defaults: Any,
     ) -> None:
-        """Add options for the parameters of a function or class; with a `prefix`, to a section of the YAML file."""
+        """Add options for `others` and the parameters of a function or class; with a `prefix`, to a section of YAML."""
         place = self.add_argument_group(title) if title else self
-        for one in parameters_of(name):
-            if one.name not in skip:
-                _add(place, one._replace(default=defaults.get(one.name, one.default)), prefix)
+        for one in (*others, *(one for one in parameters_of(name) if one.name not in skip)):
+            _add(place, one._replace(default=defaults.get(one.name, one.default)), prefix)
 
     def parse_args(self, args: Sequence[str]) -> Any:  # type: ignore[override]
         """Parse a command line; hyphens and underscores in the names of options are the same."""

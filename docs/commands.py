@@ -1,7 +1,7 @@
 """Sphinx directives that show the options of `dasksc`: of a subcommand, and of a section of a training configuration.
 
-A page has an empty block: ``{command}`` with the name of the subcommand as its argument, or ``{keys}`` with the names
-of the signatures that declare the section.
+A page has an empty block: ``{command}`` with the name of the subcommand as its argument, or ``{keys}`` with the name of
+the function or class whose parameters are the keys of the section.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def help_of(name: str) -> str:
     return "\n".join(lines)
 
 
-def table_of(signatures: list[str]) -> str:
+def table_of(name: str) -> str:
     """Return the keys of a section of a configuration, with their defaults and meanings, in Markdown."""
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
-    for one in keys_of(*signatures).values():
+    for one in keys_of(name).values():
         default = "required" if one.default is REQUIRED else f"`{yaml.safe_dump(one.default).splitlines()[0]}`"
         rows.append(f"| `{one.name}` | {default} | {_text(one.help)} |")
     return "\n".join(rows)
@@ -64,11 +64,10 @@ class SectionKeys(SphinxDirective):
     """Keys of a section of a training configuration."""
 
     required_arguments = 1
-    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return the parsed table."""
-        return self.parse_text_to_nodes(table_of(self.arguments))
+        return self.parse_text_to_nodes(table_of(self.arguments[0]))
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import zarr
 from anndata.io import write_elem
@@ -18,9 +17,10 @@ from dasksc.atlas.opening import open as open_atlas
 from dasksc.displays import with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
-from dasksc.readers.catalog import write_matrix
-from dasksc.storage import is_url
+from dasksc.readers.catalog import Identity, as_text, write_matrix
+from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.remote_file import identities
 
 __all__ = ["index"]
 
@@ -29,8 +29,9 @@ __all__ = ["index"]
 def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     """Write a catalogue of many files, which `dasksc.open` opens in seconds.
 
-    The catalogue holds the joined obs and var, and the places of all matrices. Matrices themselves stay in the files,
-    which must not change; `dasksc.open` raises an error if one has changed or is gone.
+    The catalogue holds the joined obs, var and tables of obsm, and the places of all matrices. Matrices themselves stay
+    in the files, which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check,
+    objects at URLs are listed, or requested without their content if they cannot be listed.
 
     Parameters
     ----------
@@ -68,25 +69,30 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     adata = open_atlas(data, **options)
     matrices = {"X": adata.X} if adata.X is not None else {}
     matrices |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
-    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if not isinstance(array, pd.DataFrame)}
+    tables = {name: array for name, array in adata.obsm.items() if isinstance(array, pd.DataFrame)}
+    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if name not in tables}
     if adata.raw is not None:
         matrices["raw/X"] = adata.raw.X
-    files: dict[str, int] = {}
+    files: dict[str, Identity | None] = {}
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         # An archive cannot replace members, as AnnData does while it writes.
         members: dict[str, Any] = {}
         root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
         obs = adata.obs.set_axis(adata.obs.index.astype(str))
+        types: dict[str, dict[str, str]] = {}
         for name, table in {"obs": obs, "var": adata.var}.items():
-            write_elem(root, name, table)
+            written, types[name] = as_text(table)
+            write_elem(root, name, written)
+        root.attrs["dasksc-texts"] = types
+        write_elem(root, "obsm", {name: table.set_axis(obs.index) for name, table in tables.items()})
         if adata.raw is not None:
             write_elem(root, "raw", {"var": adata.raw.var})
         for key, array in matrices.items():
             if leaf_matrix(array) is None:
                 raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
             write_matrix(root, key, matrix_behind(array), files)
-        write_elem(root, "files", _table_of(files, target.parent))
+        write_elem(root, "files", _table_of(files, target.parent, options.get("storage_options")))
         root.attrs["dasksc-catalog"] = list(matrices)
         with zipfile.ZipFile(partial, "w") as archive:
             for name, buffer in members.items():
@@ -97,13 +103,18 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     return len(files)
 
 
-def _table_of(files: dict[str, int], folder: Path) -> pd.DataFrame:
-    found = [FileIdentity(path=path, size=-1, mtime_ns=-1) if is_url(path) else FileIdentity.of(path) for path in files]
-    table = pd.DataFrame(
-        {
-            "path": [one.path if is_url(one.path) else os.path.relpath(one.path, folder) for one in found],
-            "size": np.array([one.size for one in found], dtype=np.int64),
-            "mtime_ns": np.array([one.mtime_ns for one in found], dtype=np.int64),
-        }
-    )
+def _table_of(files: dict[str, Identity | None], folder: Path, storage_options: Any) -> pd.DataFrame:
+    unknown = [RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)]
+    of_urls = iter(identities(unknown))
+    rows: list[tuple[str, int, str, str]] = []
+    for path, known in files.items():
+        if is_url(path):
+            one = known or next(of_urls)
+            assert not isinstance(one, FileIdentity)
+            # A store of many objects has no version.
+            rows.append((path, -1, "", "") if one is None else (path, one.size, one.etag or "", one.modified))
+        else:
+            local = known if isinstance(known, FileIdentity) else FileIdentity.of(path)
+            rows.append((os.path.relpath(path, folder), local.size, "", str(local.mtime_ns)))
+    table = pd.DataFrame(rows, columns=["path", "size", "etag", "modified"])
     return table.set_axis(table.index.astype(str))

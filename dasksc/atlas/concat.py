@@ -245,8 +245,10 @@ def _distinct(parts: Sequence[Elements], merge: str | None) -> Sequence[Elements
     if merge is not None:
         return parts
     # Lists of genes that have been read before are the same object.
-    first = {id(part.var.index): part for part in reversed(parts)}
-    return [replace(part, var=part.var[[]], varm={}) for part in reversed(first.values())]
+    distinct: dict[int, Elements] = {}
+    for part in parts:
+        distinct.setdefault(id(part.var.index), part)
+    return [replace(part, var=part.var[[]], varm={}) for part in distinct.values()]
 
 
 def joined_obs(

@@ -24,13 +24,14 @@ from dasksc.atlas.attaching import attach_elements
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
-from dasksc.atlas.stored import Extent, open_elements
+from dasksc.atlas.stored import Extent, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
 from dasksc.storage import Cache, UseMmap
+from dasksc.storage.remote.remote_file import RemoteFile
 
 __all__ = ["elements_of", "is_several", "open", "warn_of_repeated_names"]
 
@@ -302,7 +303,13 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
-def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
+def _open_one(
+    data: Any,
+    obs: Sequence[str] | None,
+    options: OpenOptions,
+    extent: Extent = "all",
+    file: RemoteFile | None = None,
+) -> Elements:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
         if options.reader_options:
@@ -314,7 +321,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent
             )
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
-        return open_elements(os.fspath(data), obs, options, extent)
+        return open_elements(os.fspath(data), obs, options, extent, file)
     if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
         names = list(data.mod)
         raise InputError(
@@ -360,9 +367,10 @@ def _open_several(
     lenient = replace(options, may_lack=True)
     failed: dict[int, DaskscError] = {}
     opened = []
-    for number, part in enumerate(parts):
+    ahead = remote_files([part.data for part in parts], options) if extent == "joined" else [None] * len(parts)
+    for number, (part, file) in enumerate(zip(parts, ahead, strict=True)):
         try:
-            opened.append(_open_one(part.data, obs, lenient, extent))
+            opened.append(_open_one(part.data, obs, lenient, extent, file))
         except DaskscError as error:
             failed[number] = error
             if on_error == "raise" or len(failed) == len(parts):

@@ -19,18 +19,21 @@ from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened, reader_of
 from dasksc.readers.survey import surveyed
 from dasksc.storage import RemoteLocation, is_url, redact_url
+from dasksc.storage.remote.remote_file import RemoteFile, files_ahead
 
-__all__ = ["Extent", "open_elements", "open_modalities", "path_names", "split_columns"]
+__all__ = ["Extent", "open_elements", "open_modalities", "path_names", "remote_files", "split_columns"]
 
 Extent = Literal["all", "batches", "joined"]
 """Elements to open: all, those that batches may need (obs, var, X, layers, obsm), or those of joined atlases."""
 
 
-def open_elements(path: str, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
-    """Open elements of the atlas at a path or URL."""
+def open_elements(
+    path: str, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all", file: RemoteFile | None = None
+) -> Elements:
+    """Open elements of the atlas at a path or URL; `file` is the object at the URL, if it is known."""
     where = where_of(path, options)
     if extent == "joined":
-        found = _surveyed(where, obs, options)
+        found = _surveyed(where, obs, options, file)
         if found is not None:
             return found
     with opened(where, options) as store:
@@ -42,12 +45,15 @@ def open_elements(path: str, obs: Sequence[str] | None, options: OpenOptions, ex
         return _read(store, where, obs, options, extent)
 
 
-def _surveyed(where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions) -> Elements | None:
-    """Open the usual elements of a local HDF5 file; None for other files."""
+def _surveyed(
+    where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions, file: RemoteFile | None
+) -> Elements | None:
+    """Open the usual elements of an HDF5 file that is local or known; None for other files."""
     chooses = options.reader_options or options.feature_types or options.genomes
-    if chooses or not isinstance(where, str) or not isinstance(reader_of(where), Hdf5Reader):
+    source = where if isinstance(where, str) else file
+    if chooses or source is None or not isinstance(reader_of(where), Hdf5Reader):
         return None
-    found = surveyed(where, obs, options)
+    found = surveyed(source, obs, options)
     if found is None:
         return None
     if obs is not None:
@@ -60,6 +66,16 @@ def _surveyed(where: str | RemoteLocation, obs: Sequence[str] | None, options: O
         for group in ("layers/", "obsm/")
     )
     return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), layers=layers, obsm=obsm, raw=raw)
+
+
+def remote_files(data: Sequence[Any], options: OpenOptions) -> Iterator[RemoteFile | None]:
+    """Yield the objects of atlases at URLs, requested ahead; None for other atlases."""
+    places = [RemoteLocation.of(one, options.storage_options) if isinstance(one, str) and is_url(one) else None
+              for one in data]  # fmt: skip
+    remote = [one for one in places if one is not None and one.local is None]
+    files = files_ahead(remote, cache=options.cache_of(remote[0])) if remote else iter(())
+    for one in places:
+        yield None if one is None or one.local is not None else next(files)
 
 
 def open_modalities(path: str, obs: Sequence[str] | None, options: OpenOptions) -> tuple[Elements, dict[str, Elements]]:

@@ -237,10 +237,12 @@ def embed(parser: Parser) -> Run:
         data: Any = _data_of(options)
         if isinstance(data, list) or _given_to_open(options):
             data = _opened(options, names=True)
+        import torch
+
         called, dataset, categories = _prepared(data, options)
-        rank = dasksc.World.detect().rank
+        rank, n_gpus = dasksc.World.detect().rank, torch.cuda.device_count()
         named = arguments_of("predict", options) | {"dataset": dataset, "categories": categories}
-        named |= {"device": _device(options["device"], rank)}
+        named |= {"device": options["device"] or (f"cuda:{rank % n_gpus}" if n_gpus else None)}
         named |= {"progress": _shows_progress(options["progress"]) and rank == 0}
         _show(dasksc.predict(called, **named), options)
 
@@ -262,20 +264,6 @@ def _prepared(data: Any, options: Mapping[str, Any]) -> tuple[Any, Any, dict[str
     dataset = saved_models.dataset_for(saved["reading"], data, batch_size=batch_size, genes_missing=missing)
     categories = saved_models.categories_for(trained, method, saved["categories"])
     return saved_models.method_of(trained, method), dataset, categories
-
-
-def _device(given: Any, rank: int) -> Any:
-    """Return the given device if this machine has it, by default a GPU of this rank if there is one."""
-    import torch
-
-    n_gpus = torch.cuda.device_count()
-    if given is None:
-        return f"cuda:{rank % n_gpus}" if n_gpus else None
-    try:
-        torch.empty(0, device=given)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise InputError(f"device={given!r} is not available; this machine has cpu and {n_gpus} of cuda") from error
-    return given
 
 
 def demo_data(parser: Parser) -> Run:

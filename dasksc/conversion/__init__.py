@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,20 +16,12 @@ from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
 from dasksc.conversion.contents import contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
-from dasksc.conversion.inputs import (
-    Order,
-    SparseMatrix,
-    check_targets,
-    plan_of,
-    recipe_of,
-    target_path,
-)
+from dasksc.conversion.inputs import Order, SparseMatrix, check_target, plan_of, recipe_of, target_path
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.tables import check_tables
-from dasksc.errors import DaskscError, StorageError, WrongTypeError
+from dasksc.errors import WrongTypeError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache
@@ -172,8 +163,6 @@ def convert(
     if not isinstance(storage_options, Mapping | None):
         # The value may contain secrets, so the message gives only its type.
         raise WrongTypeError(f"storage_options must be a dict of options; got a {type(storage_options).__name__}")
-    if progress:
-        require_tqdm()
     options = OpenOptions(
         storage_options=dict(storage_options or {}),
         cache=Cache.of(cache),
@@ -191,7 +180,7 @@ def convert(
     staged = work_folder.folder / "names"
     names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
     check_tables(contents, names)
-    check_targets(data, contents.matrices.values(), work_folder.target)
+    check_target(contents.matrices.values(), work_folder.target)
     plan = plan_of(contents, recipe)
     if layout == "csr":
         for key, matrix in contents.matrices.items():
@@ -199,7 +188,7 @@ def convert(
                 contents.matrices[key] = SparseMatrix(matrix)
     job = Conversion(contents, work_folder, plan, names=names, limit_bytes=limit)
     try:
-        with work_folder.locked():
+        with work_folder.explaining(), work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
                 # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
                 # them again.
@@ -212,13 +201,6 @@ def convert(
             f"The rows written so far are kept in {work_folder.folder}. Run the same command again to resume."
         )
         raise
-    except DaskscError:
-        raise
-    except OSError as error:
-        # Libraries may wrap the error of the operating system and lose its errno.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise work_folder.disk_full_error(error, needed_bytes=job.needed_bytes()) from error
-        raise StorageError(f"{work_folder.target} cannot be written: {error}") from error
     written = open(work_folder.target, obs=[], names=False)
     return Report(
         path=str(work_folder.target),

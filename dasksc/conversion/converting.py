@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dasksc.checks import names_or_none
 from dasksc.conversion.contents import Contents
 from dasksc.conversion.names import StagedNames
-from dasksc.conversion.scanning import ROW, Pass, pieces, verify_rows
+from dasksc.conversion.scanning import Pass, pieces, verify_rows
 from dasksc.conversion.tables import check_obs, write_tables
 from dasksc.conversion.writing import Copy
 from dasksc.errors import CorruptDataError
@@ -42,8 +42,6 @@ _PIECE_VALUES = 2**22
 _PIECE_ROWS = 2**20
 # Memory per value while it is gathered: the stored value, a copy with wide column indices, and the output.
 _VALUE_BYTES = 24
-# Estimated bytes per name on disk, in the temporary file and in the store together.
-_NAME_BYTES = 64
 
 
 class Conversion:
@@ -68,7 +66,6 @@ class Conversion:
         self._budget = max(1, limit_bytes // self._n_threads)
         self._order = work_folder.folder / "order.npy"
         self._places = work_folder.folder / "places.npy"
-        self._copies: dict[str, Copy] = {}
         in_order = plan["order"] == "keep" and not plan["group_by"]
         self._staged = {key for key, matrix in contents.matrices.items() if not in_order and needs_runs(matrix)}
         self._advance: Callable[[float, str], None] = lambda n, what: None
@@ -115,7 +112,7 @@ class Conversion:
         """Read a matrix in order to describe its rows, and write it."""
         rows = self._rows(key)
         copy = self._copy(key, matrix) if rows.exists() else None
-        if copy is None or (key in self._staged and copy.remaining_bytes):
+        if copy is None or (key in self._staged and not copy.is_complete):
             reading = self._pass(key, matrix)
             self._run(f"reading {key}", reading, reading.n_parts, reading.is_done)
             if not rows.exists():
@@ -123,7 +120,7 @@ class Conversion:
             copy = self._copy(key, matrix)
         else:
             self._advance(self._n_obs, f"reading {key}")
-        if key in self._staged and copy.remaining_bytes:
+        if key in self._staged and not copy.is_complete:
             copy.matrix, copy.order = reading.staged()
             # Each piece reads from every file, so longer pieces need fewer reads.
             copy.piece_values = max(1, self._budget // _VALUE_BYTES)
@@ -160,7 +157,7 @@ class Conversion:
 
     def _copy(self, key: str, matrix: Matrix) -> Copy:
         is_csr = matrix.layout == "csr"
-        self._copies[key] = copy = Copy(
+        return Copy(
             matrix,
             self._order,
             rows=self._rows(key),
@@ -170,7 +167,6 @@ class Conversion:
             piece_rows=max(1, int(self._budget // (3 * matrix.cost.row))) if is_csr else self._piece_rows(matrix),
             piece_values=max(1, min(_PIECE_VALUES, self._budget // _VALUE_BYTES)),
         )
-        return copy
 
     def _verify(self, key: str) -> None:
         matrix = open_matrix(self._work_folder.store, key)
@@ -178,22 +174,6 @@ class Conversion:
         parts = list(pieces(0, n_obs, max(_SCAN_ROWS, -(-n_obs // _SCAN_TASKS))))
         rows, order = mapped_array(self._rows(key)), mapped_array(self._order)
         self._run(f"checking {key}", lambda k: verify_rows(matrix, rows, order, *parts[k], piece_rows), len(parts))
-
-    def needed_bytes(self) -> int:
-        """Estimate the bytes still to be written: uncompressed matrices, sorted copies, obs and row descriptions."""
-        n_obs = self._n_obs
-        total = float(self._contents.cells["obs"].memory_usage(deep=True).sum())
-        total += n_obs * (8 * (not self._order.exists()) + _NAME_BYTES * (self._names is not None))
-        largest = 0.0
-        for key, matrix in self._matrices.items():
-            copy = self._copies.get(key)
-            size = matrix.cost.row * n_obs if copy is None else copy.remaining_bytes + 8 * n_obs
-            # Row descriptions are written twice: first one file per part, then all in one file with the offsets.
-            total += size + n_obs * (2 * ROW.itemsize + 8) * (copy is None)
-            if key in self._staged and (copy is None or copy.remaining_bytes):
-                # The disk holds the sorted copies of one matrix at a time.
-                largest = max(largest, size + n_obs * (8 + 8 * (not self._places.exists())))
-        return int(total + largest)
 
 
 def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:

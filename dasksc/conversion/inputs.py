@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,18 +14,17 @@ from dask.base import tokenize
 from numpy.typing import NDArray
 
 from dasksc.atlas.concat import MERGES, check_fill_value
-from dasksc.atlas.inputs import atlas_inputs
 from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
 from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
 from dasksc.output.inputs import leaves_read, token_of
-from dasksc.storage import Matrix, RemoteLocation, is_url
+from dasksc.storage import Matrix, is_url
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["Order", "SparseMatrix", "check_targets", "plan_of", "recipe_of", "target_path"]
+__all__ = ["Order", "SparseMatrix", "check_target", "plan_of", "recipe_of", "target_path"]
 
 # Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 4
@@ -75,11 +74,10 @@ def recipe_of(data: Any, **given: Any) -> dict[str, Any]:
     }
 
 
-def check_targets(data: Any, matrices: Iterable[Matrix], target: Path) -> None:
+def check_target(matrices: Iterable[Matrix], target: Path) -> None:
     """Raise `InputError` if the target is an input, lies inside one, or contains one."""
     # The label of a matrix in memory contains no path.
-    labels = {leaf.label.rpartition(":/")[0] for matrix in matrices for leaf in leaves_read(matrix)}
-    for path in labels.union(_local_paths(data)):
+    for path in {leaf.label.rpartition(":/")[0] for matrix in matrices for leaf in leaves_read(matrix)}:
         if not path or (is_url(path) and not os.path.exists(path)):
             continue
         real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
@@ -87,19 +85,6 @@ def check_targets(data: Any, matrices: Iterable[Matrix], target: Path) -> None:
             raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
         if real in found.parents:
             raise InputError(f"{target} contains the input {found}. Give another target.")
-
-
-def _local_paths(data: Any) -> Iterator[str]:
-    """Yield the local paths of the inputs, including each atlas that a pattern or directory stands for."""
-    several = None if _is_remote(data) else atlas_inputs(data, {})
-    for one in [data] if several is None else [part.data for part in several]:
-        if isinstance(one, str | os.PathLike) and not _is_remote(one):
-            text = os.fspath(one)
-            yield str(RemoteLocation.of(text)) if is_url(text) else text
-
-
-def _is_remote(one: Any) -> bool:
-    return isinstance(one, str | os.PathLike) and is_url(os.fspath(one)) and not os.fspath(one).startswith("file:")
 
 
 def plan_of(contents: Contents, recipe: dict[str, Any]) -> dict[str, Any]:

@@ -71,18 +71,14 @@ def described_range(matrix: Matrix, start: int, stop: int) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Parts of a pass that describes all rows, and keeps a sorted copy of them if they are slow to read out of order.
-
-    Reading a single row of a compressed file requires decoding a whole chunk. In a file larger than memory, it requires
-    a disk seek. Each part of such input is therefore also written to an uncompressed file, with its rows sorted by
-    their position in the output (`places`; None for other input). A range of output rows is then a contiguous range in
-    every file, and takes one read per file.
-    """
+    """Parts of a pass that describes all rows and, if they are slow to read out of order, copies them in that order."""
 
     matrix: Matrix
     folder: Path
     part_rows: int
     piece_rows: int
+    # The position of each row in the output; None if the input is fast to read out of order. A range of output rows is
+    # a contiguous range in the sorted copy of every part, and takes one read per part.
     places: Path | None
 
     @property

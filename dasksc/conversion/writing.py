@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import pieces
-from dasksc.conversion.shards import ShardedArray, ShardWriter, Shuffle, shard_writer
 from dasksc.errors import CorruptDataError
 from dasksc.output.elements import write_group
+from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle, shard_writer
 from dasksc.output.work_folder import atomic_array, mapped_array
 from dasksc.storage import Matrix, RowBuffer
 from dasksc.storage.arrays import logical_dtype
@@ -90,10 +90,8 @@ class Copy:
         return all(array.path(k).exists() for array in self._arrays)
 
     @property
-    def remaining_bytes(self) -> int:
-        """Uncompressed size of the shards that have not been written."""
-        remaining = sum(not self.is_done(k) for k in range(self.n_shards))
-        return remaining * sum(array.shard_bytes for array in self._arrays)
+    def is_complete(self) -> bool:
+        return all(map(self.is_done, range(self.n_shards)))
 
     def __call__(self, k: int) -> None:
         with ExitStack() as stack:

@@ -1,10 +1,9 @@
 """Loader page of a Dask scheduler's dashboard: the rate at which every rank receives batches, and its waiting times.
 
-There are three ways to add the page:
+There are two ways to add the page:
 
 - `install`, for a running Client, LocalCluster or Scheduler;
-- ``dask scheduler --preload dasksc.dashboard``;
-- ``dasksc.dashboard`` in Dask's configuration, under ``distributed.scheduler.http.routes``.
+- ``dask scheduler --preload dasksc.dashboard``.
 
 Ranks that fetch through the scheduler report to the page about once a second (`dasksc.executor.reporting`).
 The reports of a rank are dropped when its Client disconnects.
@@ -22,15 +21,9 @@ from dasksc._compat.distributed import add_pages, http_address, page_names
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
 
-__all__ = ["dask_setup", "install", "routes"]
+__all__ = ["dask_setup", "install"]
 
 logger = logging.getLogger("dasksc.dashboard")
-
-# Tuples of path, handler and arguments, as Dask's extension point requires.
-routes: list[tuple[str, type, dict[str, Any]]] = [
-    (r"loader", PageHandler, {}),
-    (r"loader.json", FiguresHandler, {}),
-]
 
 
 def install(target: Any) -> str | None:
@@ -78,7 +71,8 @@ def dask_setup(scheduler: Any) -> None:
 def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
     """Add the page to a scheduler in this process; return the host and port of its dashboard."""
     # The dashboard may be served under any prefix.
-    handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
+    routes: dict[str, type] = {"loader": PageHandler, "loader.json": FiguresHandler}
+    handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler in routes.items()]
     try:
         page_of(dask_scheduler)
         add_pages(dask_scheduler, handlers)

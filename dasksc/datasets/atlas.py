@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import threading
 import warnings
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
+from dasksc.output.work_folder import atomic_path, discard
 
 __all__ = ["names", "partial_path", "synthetic"]
 
@@ -30,7 +30,6 @@ _Tables = tuple[NDArray[np.uint32], NDArray[np.int32]]
 _CELLS_PER_CHUNK = 2_048
 _GENES_SEEN = 0.0725  # share of the genes that a cell of typical depth expresses: 1,450 of 20,000
 _MARKER_FOLD = 6.0
-_MAX_TABLE_BYTES = 4 << 30
 
 
 def synthetic(
@@ -91,8 +90,8 @@ def synthetic(
     Raises
     ------
     InputError
-        If an argument is out of range; if `path` exists and `overwrite` is False; if `compression` is given for a Zarr
-        store; or if the expression profiles of all combinations of type, donor and batch take more than 4 GiB.
+        If an argument is out of range; if `path` exists and `overwrite` is False; or if `compression` is given for a
+        Zarr store.
 
     Notes
     -----
@@ -117,13 +116,6 @@ def synthetic(
     for name, effect in {"donor_effect": donor_effect, "batch_effect": batch_effect}.items():
         if not 0 <= effect < 10:
             raise InputError(f"{name} must be a number in [0, 10); got {effect}")
-    n_profiles = n_types * (n_donors if donor_effect and n_donors else 1)
-    n_profiles *= n_batches if batch_effect and n_batches else 1
-    if n_profiles * n_vars * 8 > _MAX_TABLE_BYTES:
-        raise InputError(
-            f"{n_profiles:,} expression profiles of {n_vars:,} genes need {n_profiles * n_vars * 8 / 1e9:.1f} GB of "
-            "memory. Lower n_types, n_donors, n_batches or n_vars, or set donor_effect=0 and batch_effect=0"
-        )
     if compression is not None and (path.suffix == ".zarr" or compression not in ("gzip", "lzf")):
         raise InputError(
             f'compression={compression!r} is not possible for {path.name}: "gzip" and "lzf" are for h5ad files; '
@@ -185,22 +177,9 @@ def partial_path(path: Path, *, overwrite: bool) -> Iterator[Path]:
     check_flags(overwrite=overwrite)
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists. Give another path, or overwrite=True (--overwrite).")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    _remove(partial)
-    try:
+    with atomic_path(path) as partial:
         yield partial
-        _remove(path)
-        os.replace(partial, path)
-    finally:
-        _remove(partial)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        discard(path)  # no file can replace a store
 
 
 @contextlib.contextmanager
@@ -278,12 +257,9 @@ def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, 
     codes = np.zeros(n_obs, dtype=np.int8) if batches is None else batches
     of_batch = rng.normal(0, 0.1, codes.max() + 1)
     of_batch -= of_batch.mean()
-    depths = np.empty(n_obs, dtype=np.int32)
-    for start in range(0, n_obs, 1 << 20):
-        part = slice(start, start + (1 << 20))
-        log = rng.normal(-0.035, 0.25, len(depths[part])) + of_batch[codes[part]]
-        depths[part] = np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars))
-    return depths
+    log = rng.normal(-0.035, 0.25, n_obs) + of_batch[codes]
+    depths: NDArray[np.float64] = np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars))
+    return depths.astype(np.int32)
 
 
 def _type_profiles(rng: np.random.Generator, n_types: int, n_vars: int, n_markers: int) -> NDArray[np.float64]:

@@ -96,10 +96,7 @@ def _cells(path: Path, n_obs: int, genes: range, *, donors: range, seed: int) ->
 
 
 def _modalities(path: Path, *, seed: int) -> tuple[AnnData, AnnData]:
-    """Write a MuData of RNA and proteins, without the package mudata, and return the two modalities.
-
-    The cells of both are returned in the same order. In the file, those of the proteins are in reverse order.
-    """
+    """Write a MuData of RNA and, in reverse order, proteins; return both modalities with cells in the same order."""
     rna = _cells(path, 600, range(300), donors=range(16, 18), seed=seed)
     rng = np.random.default_rng(seed)
     rates = rng.lognormal(1, 1, (len(_TYPES), len(_PROTEINS)))

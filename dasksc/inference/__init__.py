@@ -38,7 +38,7 @@ from dasksc.loader.dataset import scDataset
 from dasksc.loader.row_range import RowRange
 from dasksc.loader.source import MatrixSource
 from dasksc.output.inputs import token_of
-from dasksc.output.progress_bars import progress_bar, require_tqdm
+from dasksc.output.progress_bars import progress_bar
 from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
@@ -164,8 +164,6 @@ def predict(
         outputs = Outputs(key=check_name(key), categories=check_categories(categories))
         predictor = Predictor.of(model)
         device = None if device is None else device_of(device)
-        if progress:
-            require_tqdm()
         if overwrite and not ranks.can_agree:
             raise InputError(
                 f"with world_size={world.world_size} and no process group, the ranks cannot agree to predict all cells "
@@ -238,7 +236,7 @@ class _Share:
             has_begun = False
             with predictor.inference():
                 for start, batch in self._batches(n_calls):
-                    returned = predictor(batch)
+                    returned = predictor.function(batch)
                     if start is not None:
                         n = min(batch_size, store.n_obs - start)
                         arrays = outputs.arrays(returned, n)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -52,19 +52,6 @@ class Predictor:
             register_fsdp_forward_method(owner, model.__name__)
             model = getattr(owner, model.__name__)
         return cls(function=model, module=owner)
-
-    def __call__(self, batch: Any) -> Any:
-        try:
-            return self.function(batch)
-        except AttributeError as error:
-            if error.obj is batch and isinstance(batch, torch.Tensor):
-                error.add_note(
-                    "The data set yields X alone, so the model was called with a tensor of shape "
-                    f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data "
-                    "set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns that the "
-                    "model reads."
-                )
-            raise
 
     @property
     def is_sharded(self) -> bool:
@@ -241,16 +228,11 @@ def _labels(name: str, given: Any) -> list[Any]:
         raise WrongTypeError(
             f"categories[{name!r}] is {given!r}; give the labels in the order of the codes: ['B', 'T']"
         )
-    labels = [label.item() if isinstance(label, np.generic) else label for label in given]
-    if not labels:
-        raise InputError(f"categories[{name!r}] has no labels; give one for each code")
-    is_one_kind = any(all(type(label) is kind for label in labels) for kind in (str, bool, int, float))
-    if not is_one_kind or any(isinstance(label, float) and not math.isfinite(label) for label in labels):
+    labels = pd.Index(list(given))
+    kinds = ("string", "boolean", "integer", "floating")
+    if labels.inferred_type not in kinds or labels.hasnans or not labels.is_unique:
         raise InputError(
-            f"categories[{name!r}] has labels such as {labels[:3]!r}; expected all text or all numbers, none missing. "
-            "The code -1 stands for a missing value"
+            f"categories[{name!r}] has labels such as {list(labels[:3])!r}; expected distinct labels, all text or all "
+            "numbers, none missing, one for each code. The code -1 stands for a missing value"
         )
-    if len(set(labels)) < len(labels):
-        repeated = next(label for i, label in enumerate(labels) if label in labels[:i])
-        raise InputError(f"categories[{name!r}] has the label {repeated!r} twice; labels must differ")
-    return labels
+    return list(labels.to_list())

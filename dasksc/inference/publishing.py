@@ -41,19 +41,17 @@ def target_path(out: Any) -> Path:
     if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
         raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
     path = Path(os.path.abspath(out))
-    around = next((folder for folder in path.parents if is_node(folder)), None)
+    around = next((folder for folder in path.parents if is_node(folder) or folder.is_file()), None)
     if around is not None:
         raise InputError(
-            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
-            "a path outside it"
+            f"out={str(path)!r} lies inside {around}, which is a Zarr store or a file. Give the path of the store "
+            "itself, with key=, or a path in a folder"
         )
     if path.suffix in (".h5ad", ".h5") or path.is_file():
         raise InputError(
             f"{path} is an h5ad file, or named like one, and predictions are written to a Zarr store. Give "
             "out='emb.zarr', and attach the store when you open the atlas: attach={'obsm/X_emb': 'emb.zarr'}"
         )
-    if (file := next(filter(Path.is_file, path.parents), None)) is not None:
-        raise InputError(f"out={str(path)!r} lies in {file}, which is a file; give a path in a folder")
     if not is_node(path):
         if os.path.lexists(path):
             raise InputError(f"{path} exists and is not a Zarr store; give another path")

@@ -10,25 +10,25 @@ the index of its chunks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zarr
 from anndata.io import write_elem
 from numpy.typing import NDArray
 
-from dasksc.errors import DaskscError, InputError, StorageError
+from dasksc.errors import InputError, StorageError
 from dasksc.inference.model import Output, check_same
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
-from dasksc.output.elements import as_anndata_writes, is_node, shard_index
-from dasksc.output.work_folder import WorkFolder, atomic_path, sync, sync_folder
+from dasksc.output import shards
+from dasksc.output.elements import as_anndata_writes, is_node
+from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
 
 __all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 
@@ -45,8 +45,6 @@ _CHUNK_BYTES = 2**18
 _HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
-# Estimate of the disk space of the name of a cell.
-_NAME_BYTES = 24
 
 
 class Element(NamedTuple):
@@ -165,32 +163,23 @@ class PredictionStore(WorkFolder):
             group = zarr.create_group(self._store / one.key, attributes=_CATEGORICAL | own)
             write_elem(group, "categories", np.array(one.labels))
             own = {}
-        across = one.shape(0)[1:]
-        zarr.create_array(
-            self._array_folder(one),
-            shape=one.shape(self.n_obs),
-            dtype=one.dtype,
-            chunks=(self.chunk_rows(one), *across),
-            shards=(self.unit_rows, *across),
-            compressors=None,
-            fill_value=0,
-            attributes=_ARRAY | own,
-        )
+        self._array(one).write_metadata(_ARRAY | own)
 
     @property
     def _store(self) -> Path:
         return self.folder / "store"
 
-    def _array_folder(self, one: Output) -> Path:
-        return self._store / one.key / ("codes" if one.labels is not None else "")
-
-    def _shard(self, one: Output, k: int) -> Path:
-        return self._array_folder(one).joinpath("c", str(k), *["0"] * (one.width is not None))
-
-    def chunk_rows(self, one: Output) -> int:
-        """Return the number of rows of a chunk, the unit of reading: a divisor of the number of rows of a shard."""
+    def _array(self, one: Output) -> shards.ShardedArray:
+        """Return the array of an output; a chunk, the unit of reading, divides a shard."""
         most = max(1, _CHUNK_BYTES // one.row_bytes)
-        return next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0)
+        return shards.ShardedArray(
+            folder=self._store / one.key / ("codes" if one.labels is not None else ""),
+            shape=one.shape(self.n_obs),
+            dtype=np.dtype(one.dtype),
+            chunk_rows=next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0),
+            shuffle=None,
+            given_shard_rows=self.unit_rows,
+        )
 
     def rows(self, k: int) -> tuple[int, int]:
         return k * self.unit_rows, min((k + 1) * self.unit_rows, self.n_obs)
@@ -199,41 +188,24 @@ class PredictionStore(WorkFolder):
         """Return the units of ``[first, last)`` that lack a shard."""
         # A process that was killed may have published some of the arrays.
         found = self.found() if self.outputs else {}
-        left = [one for one in self.outputs if one.key not in found]
+        left = [self._array(one) for one in self.outputs if one.key not in found]
         units = range(first, last)
-        return [k for k in units if not self.outputs or not all(self._shard(one, k).exists() for one in left)]
+        return [k for k in units if not self.outputs or not all(array.path(k).exists() for array in left)]
 
-    def open_shards(self, k: int, outputs: list[Output]) -> list[BinaryIO]:
-        """Return a temporary file for the shard of each output."""
+    def open_shards(self, k: int, outputs: list[Output]) -> tuple[list[shards.ShardWriter], contextlib.ExitStack]:
+        """Return a writer of the shard of each output, and the stack that completes the shards."""
         with self.explaining(), self.locked(wait=True), contextlib.ExitStack() as stack:
             self._begin(outputs)
-            files: list[BinaryIO] = []
-            for one in outputs:
-                path = self._shard(one, k)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.partial")
-                files.append(stack.enter_context(partial.open("wb")))
-            stack.pop_all()
-            return files
+            writers = [stack.enter_context(shards.shard_writer(self._array(one), k)) for one in outputs]
+            return writers, stack.pop_all()
 
-    def finish_shards(self, k: int, files: list[BinaryIO], nan: Mapping[str, tuple[int, list[int]]]) -> None:
-        """Complete the shards of a unit, whose rows have been written, and give them their names."""
-        n_rows = self.rows(k)[1] - self.rows(k)[0]
+    def finish_shards(self, k: int, stack: contextlib.ExitStack, nan: Mapping[str, tuple[int, list[int]]]) -> None:
+        """Complete the shards of a unit, whose rows have been written."""
         with self.explaining():
-            for one, file in zip(self.outputs, files, strict=True):
-                chunk_rows = self.chunk_rows(one)
-                n_chunks = -(-n_rows // chunk_rows)
-                file.write(bytes((n_chunks * chunk_rows - n_rows) * one.row_bytes))
-                n_bytes = chunk_rows * one.row_bytes
-                chunks = [(i * n_bytes, n_bytes) for i in range(n_chunks)]
-                file.write(shard_index(chunks, self.unit_rows // chunk_rows))
-                sync(file)
-                file.close()
             if nan:
                 with atomic_path(self.folder / "nan" / f"{k}.json") as note:
                     note.write_text(json.dumps(nan))
-            for one, file in zip(self.outputs, files, strict=True):
-                os.replace(file.name, self._shard(one, k))
+            stack.close()
 
     @contextlib.contextmanager
     def keeping_only_shards(self, writer: ShardWriter) -> Iterator[None]:
@@ -241,12 +213,12 @@ class PredictionStore(WorkFolder):
         try:
             yield
         except BaseException as error:
-            writer.abandon()
+            writer.abandon(error)
             if self.folder.exists():
                 with contextlib.suppress(OSError), self.locked(wait=True):
                     begun = self.read_plan()
                     if begun is not None and self._is_same(begun):
-                        arrays = [self._array_folder(one) / "c" for one in self._recorded(begun)]
+                        arrays = [self._array(one).folder / "c" for one in self._recorded(begun)]
                         # Temporary files are those of other ranks, or of processes that were killed.
                         if not any(path.is_file() for folder in arrays for path in folder.rglob("*")):
                             self.clear()
@@ -312,20 +284,6 @@ class PredictionStore(WorkFolder):
                 break
         return list(found.items())
 
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Turn errors of the operating system into errors that say what is needed."""
-        try:
-            yield
-        except DaskscError:
-            raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageError(f"{self.target} cannot be written: {error}") from error
-            n_rows = sum(stop - start for start, stop in map(self.rows, self.missing(0, self.n_units)))
-            needed = n_rows * sum(one.row_bytes for one in self.outputs) + _NAME_BYTES * self.n_obs
-            raise self.disk_full_error(error, needed_bytes=needed) from error
-
 
 class ShardWriter:
     """Writer of batches in ascending order of rows; a thread writes several together, so the model need not wait."""
@@ -335,7 +293,8 @@ class ShardWriter:
         self._outputs: list[Output] = []
         self._held: list[Mapping[str, NDArray[Any]]] = []
         self._held_bytes = 0
-        self._files: list[BinaryIO] = []
+        self._writers: list[shards.ShardWriter] = []
+        self._stack = contextlib.ExitStack()
         self._nan: dict[str, tuple[int, list[int]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-shards")
         self._writing: Future[None] | None = None
@@ -351,9 +310,7 @@ class ShardWriter:
         n_rows = len(next(iter(arrays.values())))
         check_same(self._outputs or outputs, outputs, f"cells {start} to {start + n_rows - 1}")
         self._outputs = outputs
-        # A model may reuse the memory of its results.
-        little = {name: np.array(array, array.dtype.newbyteorder("<"), order="C") for name, array in arrays.items()}
-        self._held.append(little)
+        self._held.append({name: array.copy() for name, array in arrays.items()})  # a model may reuse the memory
         self._held_bytes += sum(array.nbytes for array in arrays.values())
         for name, rows in nan.items():
             n, first = self._nan.get(name, (0, []))
@@ -369,14 +326,15 @@ class ShardWriter:
 
     def _write(self, k: int, batches: list[Mapping[str, NDArray[Any]]], nan: Mapping[str, Any] | None) -> None:
         """Append batches to the shards of a unit, and complete the shards if `nan` is given."""
-        self._files = self._files or self._store.open_shards(k, self._outputs)
+        if not self._writers:
+            self._writers, self._stack = self._store.open_shards(k, self._outputs)
         with self._store.explaining():
-            for one, file in zip(self._outputs, self._files, strict=True):
+            for one, writer in zip(self._outputs, self._writers, strict=True):
                 for arrays in batches:
-                    file.write(arrays[one.name].data)
+                    writer.append(arrays[one.name])
         if nan is not None:
-            self._store.finish_shards(k, self._files, nan)
-            self._files = []
+            self._store.finish_shards(k, self._stack, nan)
+            self._writers = []
 
     def flush(self) -> None:
         """Wait until the batches passed to the thread are written."""
@@ -384,10 +342,8 @@ class ShardWriter:
         if writing is not None:
             writing.result()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Remove the files of an unfinished unit."""
         self._thread.shutdown()
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.close()
-            Path(file.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._stack.__exit__(type(error), error, error.__traceback__)

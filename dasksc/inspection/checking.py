@@ -30,9 +30,9 @@ __all__ = ["check", "diversity", "used_share"]
 # Maximum number of rows whose classes are counted. At least one unit of the sampler (a set of cells, or a batch
 # with per_batch=True) is counted, even if it has more rows.
 _MAX_COUNTED_ROWS = 2**20
-# Warnings are given if batches have less than this fraction of the label entropy of random batches, if more than this
-# fraction of the rows is dropped, and if less than this fraction of the data transferred or decoded is used.
-_MIXED, _MUCH_DROPPED, _MIN_USED_SHARE = 0.9, 0.05, 0.5
+# Warnings are given if batches have less than this fraction of the label entropy of random batches, and if less than
+# this fraction of the data transferred or decoded is used.
+_MIXED, _MIN_USED_SHARE = 0.9, 0.5
 # If a fetch uses a share s of the rows that it decodes, a converted store is read 2 + x / s times as fast. Values of x
 # by layout, from AnnData's Zarr stores and blocks of 16 to 1,024 rows; see `benchmarks/README.md`.
 _CONVERTED = {"csr": 0.6, "dense": 1.2}
@@ -120,7 +120,6 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         warnings=[
             *_warnings_of_sizes(plan),
             *_warnings_of_reading(dataset, plan),
-            *_warnings_of_loader(loader, plan),
             *_warnings_of_mixing(plan, name, labels),
         ],
     )
@@ -216,11 +215,6 @@ def _warnings_of_sizes(plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about sizes that leave rows or ranks unused."""
     if is_empty(plan):
         yield f"no rank yields a batch: {reason_for_no_batches(plan)}"
-    elif plan.n_dropped > _MUCH_DROPPED * plan.n_rows:
-        yield (
-            f"{plan.n_dropped / plan.n_rows:.0%} of the rows are dropped in every epoch. Lower batch_size, or use "
-            "drop_last=False"
-        )
     if 0 < _n_blocks(plan) < plan.world_size:
         blocks = "sets" if isinstance(plan.sampler, SetSampler) else "blocks"
         yield (
@@ -238,19 +232,16 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     for name, matrix in source.matrices.items():
         chunk_rows = matrix.cost.chunk_rows
         share = used_share(n_rows, run_rows, source.n_obs, chunk_rows)
-        if n_rows < (chunk_rows if is_url(matrix.label) else matrix.cost.decoded_rows):
-            yield (
-                f"a fetch ({n_rows:,} rows) is smaller than a storage chunk of {name} (about {chunk_rows:,.0f} rows): "
-                "chunks are decoded again and again for a few rows each. Raise fetch_factor, or store smaller chunks"
-            )
-        elif is_url(matrix.label) and share < _MIN_USED_SHARE:
+        if share >= _MIN_USED_SHARE:
+            continue
+        if is_url(matrix.label):
             yield (
                 f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
                 f"{chunk_rows:,.0f} rows are transferred whole for runs of {run_rows:,.0f}. Raise block_size or "
                 "fetch_factor, or store smaller chunks in shards (dasksc convert); for sets, sort the atlas by group "
                 "(dasksc convert --group-by)"
             )
-        elif matrix.cost.decoded_rows and share < _MIN_USED_SHARE:
+        elif matrix.cost.decoded_rows:
             gain = 2 + _CONVERTED[matrix.layout] / share
             yield (
                 f"a fetch uses only about {share:.0%} of the rows of {name} that it decodes, since chunks of about "
@@ -265,20 +256,6 @@ def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> f
     touched_by_one = min(1.0, (run_rows + chunk_rows - 1) / n_obs)
     read_rows = n_obs * (1 - float((1 - touched_by_one) ** (n_rows / run_rows)))
     return min(1.0, n_rows / read_rows)
-
-
-def _warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
-    """Yield warnings about settings of the DataLoader that do not suit the data set."""
-    if loader is not None and loader.batch_size is not None:
-        yield (
-            f"the DataLoader collects batches of {loader.batch_size} from a data set that yields whole batches. "
-            "Use DataLoader(dataset, batch_size=None)"
-        )
-    if loader is not None and loader.num_workers > plan.n_fetches:
-        yield (
-            f"{loader.num_workers} DataLoader workers share {plan.n_fetches} fetches, so some workers are idle. Use "
-            "num_workers=0, which reads ahead on threads, or lower fetch_factor"
-        )
 
 
 def _warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterator[str]:

@@ -153,10 +153,6 @@ def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | N
         return matrices, Report(how) if isinstance(how, Mapping) else None
 
 
-def _sum(sizes: Sequence[int | None]) -> int | None:
-    return None if None in sizes else sum(size or 0 for size in sizes)
-
-
 def _merged(matrices: Sequence[Report]) -> Iterator[Report]:
     """Yield one row for the matrices that several files store in the same way."""
     groups: dict[tuple[Any, ...], list[Report]] = {}
@@ -165,11 +161,12 @@ def _merged(matrices: Sequence[Report]) -> Iterator[Report]:
         kind = one.key, one.encoding, one.dtype, one.indices_dtype, one.codec, one.shards is None, one.chunks is None
         groups.setdefault(kind, []).append(one)
     for same in groups.values():
+        sizes: list[Any] = [one.stored_bytes for one in same]
         joined = {
             "n_files": len(same),
             "chunks": mode(one.chunks for one in same),
             "shards": mode(one.shards for one in same),
             "nbytes": sum(one.nbytes for one in same),
-            "stored_bytes": _sum([one.stored_bytes for one in same]),
+            "stored_bytes": None if None in sizes else sum(sizes),
         }
         yield Report(same[0] | joined)

@@ -1,8 +1,7 @@
-"""Report of facts, shown as text, as HTML or as JSON."""
+"""Report of facts, shown as text or as JSON."""
 
 from __future__ import annotations
 
-import html
 import json
 import textwrap
 from collections.abc import Iterator
@@ -38,15 +37,6 @@ class Report(dict[str, Any]):
         return "\n".join(line for title, rows in self._sections() for line in _lines(title, rows))
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        style = 'style="text-align: left; vertical-align: top; padding-right: 1em"'
-        parts = []
-        for title, rows in self._sections():
-            body = ("".join(f"<td {style}>{html.escape(cell)}</td>" for cell in row) for row in rows)
-            parts += [f"<b>{html.escape(title)}</b>"] if title else []
-            parts.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in body)}</table>")
-        return f"<div>{''.join(parts)}</div>"
 
     def _sections(self) -> Iterator[tuple[str, list[list[str]]]]:
         """Yield the title and the rows of each section: first the values, without a title."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
+from dasksc.atlas.opening import open as open_atlas
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
@@ -20,10 +21,12 @@ from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.plan.strategies import BlockShuffling
 
-__all__ = ["estimate_sample_size", "rows_per_s", "suggest_parameters"]
+__all__ = ["rows_per_s", "suggest_parameters"]
 
 Hook = Callable[..., Any]
 
+# Rows to read if metadata do not determine the size of a row.
+_N_READ = 16
 _GIB = 1024**3
 _MIB = 1024**2
 # A fetch of this many batches has enough blocks to shuffle well; a larger one only takes longer.
@@ -36,64 +39,6 @@ _BLOCK_SIZES = (1, 4, 16, 64, 256, 1024)
 _LEAST_DIVERSITY = {"conservative": 0.99, "balanced": 0.95, "aggressive": 0.8}
 # A smaller block size is preferred if its rate is at least this fraction of the highest rate.
 _FAST_ENOUGH = 0.9
-
-
-def estimate_sample_size(
-    data_collection: Any,
-    n_samples: int = 16,
-    fetch_callback: Hook | None = None,
-    fetch_transform: Hook | None = None,
-    batch_callback: Hook | None = None,
-    batch_transform: Hook | None = None,
-) -> int:
-    """Estimate the memory that one row takes, in bytes.
-
-    Parameters
-    ----------
-    data_collection
-        Argument of `scDataset`.
-    n_samples
-        Number of rows to read if metadata do not determine the size.
-    fetch_callback, fetch_transform, batch_callback, batch_transform
-        Hooks of the `scDataset`, which are applied to the rows read.
-
-    Returns
-    -------
-    int
-        Bytes per row. A path, AnnData or Dask array is not read if no hook is given: the size of a row is then that of
-        n_vars float32 values, as in a dense batch. Otherwise, `n_samples` rows at equal intervals in the
-        collection are read, and their mean size is returned.
-
-    Examples
-    --------
-    >>> dasksc.estimate_sample_size("atlas.h5ad")  # 300 genes of 4 bytes
-    1200
-    """
-    data_collection = _opened(data_collection)
-    whole_number("n_samples", n_samples, 0)
-    hooks = {
-        "fetch_callback": fetch_callback,
-        "fetch_transform": fetch_transform,
-        "batch_callback": batch_callback,
-        "batch_transform": batch_transform,
-    }
-    check_hooks(**hooks)
-    if _is_yielded_dense(data_collection) and not any(hooks.values()):
-        return int(np.dtype(np.float32).itemsize * data_collection.shape[1])
-
-    n_rows = count_rows(data_collection)
-    n_samples = min(n_samples, n_rows)
-    if n_samples < 1:
-        return 0
-    rows = np.linspace(0, n_rows - 1, n_samples).astype(np.int64)
-    sample = (fetch_callback or take_rows)(data_collection, rows)
-    if fetch_transform is not None:
-        sample = fetch_transform(sample)
-    if batch_callback is not None:
-        sample = batch_callback(sample, np.arange(n_samples))
-    if batch_transform is not None:
-        sample = batch_transform(sample)
-    return _memory_bytes(sample) // n_samples
 
 
 def suggest_parameters(
@@ -138,7 +83,7 @@ def suggest_parameters(
         A dict with ``num_workers`` and ``prefetch_factor`` for the DataLoader (None without workers, as PyTorch
         requires), ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
-        ``estimated_total_memory_mb``, ``system_info`` and ``advice``. With `labels`, it also has ``measured``, with the
+        ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
         ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. Of the sizes that reach 99%, 95% and
         80% of the ideal diversity, the three block sizes are then the smallest within 10% of the highest rate.
 
@@ -160,7 +105,8 @@ def suggest_parameters(
     share: Any = target_ram_fraction
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
-    data_collection = _opened(data_collection)
+    if isinstance(data_collection, str | os.PathLike):
+        data_collection = open_atlas(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
     hooks: dict[str, Any] = {
         "fetch_callback": fetch_callback,
@@ -168,7 +114,7 @@ def suggest_parameters(
         "batch_callback": batch_callback,
         "batch_transform": batch_transform,
     }
-    sample_bytes = estimate_sample_size(data_collection, **hooks)
+    sample_bytes = _row_bytes(data_collection, hooks)
     num_workers = min(min_workers, max_workers)
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
@@ -200,22 +146,9 @@ def suggest_parameters(
         measured = _measure_blocks(data_collection, batch_size, fetch_factor, labels, hooks)
         result |= {f"block_size_{name}": _best_block(measured, least) for name, least in _LEAST_DIVERSITY.items()}
         result["measured"] = measured
-    result["advice"] = [
-        "the order of an epoch depends on fetch_factor: use the same value on all ranks and in all runs",
-        "num_workers=0 is recommended: the threads of the rank read ahead",
-    ]
     if verbose:
         print(result)
     return result
-
-
-def _opened(data_collection: Any) -> Any:
-    """Return a data collection; a path is opened."""
-    if isinstance(data_collection, (str, os.PathLike)):
-        from dasksc.atlas.opening import open as open_collection
-
-        data_collection = open_collection(data_collection)
-    return data_collection
 
 
 def _measure_blocks(
@@ -250,20 +183,30 @@ def rows_per_s(dataset: scDataset, seconds: float = 0.0) -> float:
 
 
 def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
-    """Return the smallest block size whose rate is close to the highest, among those that mix well enough.
-
-    If no block size reaches the diversity `least`, return the one that mixes best.
-    """
+    """Return the smallest block size with about the highest rate, of those that mix well enough or, if none, best."""
     mixed = [one for one in measured if one["diversity"] >= least] or [max(measured, key=lambda one: one["diversity"])]
     fastest = max(one["rows_per_s"] for one in mixed)
     return int(min(one["block_size"] for one in mixed if one["rows_per_s"] >= _FAST_ENOUGH * fastest))
 
 
-def _is_yielded_dense(data: Any) -> bool:
-    """Return True if rows of `data` are yielded as float32 tensors, as for an AnnData or a 2-D Dask array."""
-    if hasattr(data, "dask") and getattr(data, "ndim", 0) == 2:
-        return True
-    return hasattr(data, "obs") and hasattr(data, "n_vars")
+def _row_bytes(data: Any, hooks: Mapping[str, Any]) -> int:
+    """Return the size of a row as batches have it; rows of data other than an atlas are read."""
+    check_hooks(**hooks)
+    is_atlas = hasattr(data, "obs") and hasattr(data, "n_vars")
+    if (is_atlas or (hasattr(data, "dask") and data.ndim == 2)) and not any(hooks.values()):
+        return int(np.dtype(np.float32).itemsize * data.shape[1])
+    n_rows = count_rows(data)
+    n_read = min(_N_READ, n_rows)
+    if not n_read:
+        return 0
+    sample = (hooks["fetch_callback"] or take_rows)(data, np.linspace(0, n_rows - 1, n_read).astype(np.int64))
+    if hooks["fetch_transform"] is not None:
+        sample = hooks["fetch_transform"](sample)
+    if hooks["batch_callback"] is not None:
+        sample = hooks["batch_callback"](sample, np.arange(n_read))
+    if hooks["batch_transform"] is not None:
+        sample = hooks["batch_transform"](sample)
+    return _memory_bytes(sample) // n_read
 
 
 def _memory_bytes(data: Any) -> int:

@@ -36,6 +36,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import list_nonzeros, room_for_nonzeros
+from dasksc.kernels.draw import transformed_rejection
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
 
@@ -67,21 +68,6 @@ _N_SHARES = 2**_SHARE_BITS
 _ALL_KEPT = -2
 # Largest difference for which `_sample_many` draws molecules one by one.
 _FEW = 8
-# Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
-_STIRLING = np.array(
-    [
-        0.08106146679532726,
-        0.04134069595540929,
-        0.02767792568499834,
-        0.02079067210376509,
-        0.01664469118982119,
-        0.01387612882307075,
-        0.01189670994589177,
-        0.01041126526197209,
-        0.009255462182712733,
-        0.008330563433362871,
-    ]
-)
 
 
 @kernel
@@ -153,14 +139,6 @@ def tables_of(p):
 
 
 @kernel
-def _stirling(k):
-    if k < 10:
-        return _STIRLING[k]
-    square = (k + 1.0) * (k + 1.0)
-    return (1.0 / 12 - (1.0 / 360 - 1.0 / 1260 / square) / square) / (k + 1.0)
-
-
-@kernel
 def _few_of(key, n, p):
     # A sequential search, for n * p < 10.
     draw = uniform(key, 0)
@@ -174,51 +152,13 @@ def _few_of(key, n, p):
 
 
 @kernel
-def _many_of(key, n, p):
-    # BTRS, for p <= 0.5 and n * p >= 10.
-    spread = math.sqrt(n * p * (1.0 - p))
-    b = 1.15 + 2.53 * spread
-    a = -0.0873 + 0.0248 * b + 0.01 * p
-    center = n * p + 0.5
-    squeezed = 0.92 - 4.2 / b
-    odds = p / (1.0 - p)
-    alpha = (2.83 + 5.1 / b) * spread
-    mode = np.int64((n + 1) * p)
-    counter = 0
-    while True:
-        u = uniform(key, counter) - 0.5
-        v = uniform(key, counter + 1)
-        counter += 2
-        near = 0.5 - abs(u)
-        if near == 0:
-            continue
-        place = np.floor((2.0 * a / near + b) * u + center)
-        if not 0 <= place <= n:
-            continue
-        k = np.int64(place)
-        if near >= 0.07 and v <= squeezed:
-            return k
-        bound = (
-            (mode + 0.5) * math.log((mode + 1) / (odds * (n - mode + 1)))
-            + (n + 1) * math.log((n - mode + 1) / (n - k + 1))
-            + (k + 0.5) * math.log(odds * (n - k + 1) / (k + 1))
-            + _stirling(mode)
-            + _stirling(n - mode)
-            - _stirling(k)
-            - _stirling(n - k)
-        )
-        if math.log(v * alpha / (a / (near * near) + b)) <= bound:
-            return k
-
-
-@kernel
 def _binomial(key, n, p):
     # Draw how many of `n` molecules are kept with probability `p` each.
     rarer = 1.0 - p if p > 0.5 else p
     if rarer <= 0.0:
         found = np.int64(0)
     else:
-        found = np.int64(_few_of(key, n, rarer)) if n * rarer < 10 else _many_of(key, n, rarer)
+        found = np.int64(_few_of(key, n, rarer)) if n * rarer < 10 else transformed_rejection(key, n, rarer, False)
     return n - found if p > 0.5 else found
 
 

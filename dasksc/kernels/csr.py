@@ -43,7 +43,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.vectors import descent_bits, nonzero_bits
+from dasksc.kernels.vectors import count_bits, descent_bits, lowest_bit, nonzero_bits
 
 __all__ = [
     "add_up",
@@ -486,26 +486,6 @@ def copy_columns_csr(
     return -1
 
 
-@intrinsic
-def _lowest_bit(typingctx: Any, word: Any) -> Any:
-    """Return the position of the lowest set bit of a word; undefined if no bit is set."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), codegen
-
-
-@intrinsic
-def _count_bits(typingctx: Any, word: Any) -> Any:
-    """Return the number of set bits of an integer."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), codegen
-
-
 @kernel
 def _list_bits(bits, listed):
     # Write the positions of the set bits into `listed` and clear the bits; return their number. Up to
@@ -515,10 +495,10 @@ def _list_bits(bits, listed):
         word = bits[i]
         bits[i] = 0
         to = n
-        n += _count_bits(word)
+        n += count_bits(word)
         while word:
             for _ in range(_BITS_AT_ONCE):
-                listed[to] = (np.uint64(i) << _WORD_SHIFT) + _lowest_bit(word)
+                listed[to] = (np.uint64(i) << _WORD_SHIFT) + lowest_bit(word)
                 to += _ONE
                 word &= word - _ONE
     return np.int64(n)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import below, bits, stream, uniform
+from dasksc.kernels.vectors import count_bits
 
 __all__ = [
     "binomial",
@@ -23,12 +24,12 @@ __all__ = [
     "drawn_in_order",
     "drawn_singly",
     "gumbel_keys",
-    "leave_out",
     "segment_sums",
     "select_above",
     "select_quotas",
     "split_draws",
     "sum_up",
+    "transformed_rejection",
     "uniforms",
 ]
 
@@ -152,7 +153,7 @@ def _heads(key, n, end):
             word = bits(key, counter)
             counter += 1
             if rest >> _U63:
-                heads += _ones(undecided & ~word)
+                heads += np.int64(count_bits(undecided & ~word))
                 undecided &= word
             else:
                 undecided &= ~word
@@ -161,19 +162,50 @@ def _heads(key, n, end):
 
 
 @kernel
-def _ones(word):
-    word -= (word >> _U1) & np.uint64(0x5555555555555555)
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+def transformed_rejection(key, n, p, is_flipped):
+    """Draw a binomial number for ``n * p >= 10`` and ``p <= 0.5``."""
+    # Hoermann: The generation of binomial random variates, J. Stat. Comput. Simul. 46, 1993, algorithm BTRS. Every
+    # second random number is subtracted from 1 if `is_flipped`.
+    spread = math.sqrt(n * p * (1.0 - p))
+    b = 1.15 + 2.53 * spread
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    center = n * p + 0.5
+    alpha = (2.83 + 5.1 / b) * spread
+    squeezed = 0.92 - 4.2 / b
+    mode = math.floor((n + 1) * p)
+    odds = p / (1.0 - p)
+    counter = 0
+    while True:
+        u = uniform(key, counter) - 0.5
+        v = uniform(key, counter + 1)
+        if is_flipped:
+            v = 1.0 - v
+        counter += 2
+        near = 0.5 - abs(u)
+        if near <= 0.0:
+            continue
+        k = np.floor((2.0 * a / near + b) * u + center)
+        if k < 0 or k > n:
+            continue
+        if near >= 0.07 and v <= squeezed:
+            return np.int64(k)
+        bound = (
+            (mode + 0.5) * math.log((mode + 1.0) / (odds * (n - mode + 1.0)))
+            + (n + 1.0) * math.log((n - mode + 1.0) / (n - k + 1.0))
+            + (k + 0.5) * math.log(odds * (n - k + 1.0) / (k + 1.0))
+            + _tail(mode)
+            + _tail(n - mode)
+            - _tail(k)
+            - _tail(n - k)
+        )
+        if math.log(v * alpha / (a / (near * near) + b)) <= bound:
+            return np.int64(k)
 
 
 @kernel
 def binomial(key, n, p):
     """Draw a binomial number of successes in `n` trials with probability `p`, exact up to the rounding of `p`."""
-    # Few trials are drawn one by one. For few expected successes, the gaps between them are drawn. All other numbers
-    # are drawn by transformed rejection (Hoermann: The generation of binomial random variates, J. Stat. Comput. Simul.
-    # 46, 1993, algorithm BTRS).
+    # Few trials are drawn one by one. For few expected successes, the gaps between them are drawn.
     if n <= 0 or p <= 0.0:
         return np.int64(0)
     if p >= 1.0:
@@ -194,41 +226,9 @@ def binomial(key, n, p):
                 break
             heads += 1
             counter += 1
-        return heads if p <= 0.5 else n - heads
-    spread = math.sqrt(n * q * (1.0 - q))
-    b = 1.15 + 2.53 * spread
-    a = -0.0873 + 0.0248 * b + 0.01 * q
-    centre = n * q + 0.5
-    alpha = (2.83 + 5.1 / b) * spread
-    accepted = 0.92 - 4.2 / b
-    mode = math.floor((n + 1) * q)
-    odds = q / (1.0 - q)
-    counter = 0
-    while True:
-        u = uniform(key, counter) - 0.5
-        v = 1.0 - uniform(key, counter + 1)
-        counter += 2
-        inner = 0.5 - abs(u)
-        if inner <= 0.0:
-            continue
-        k = np.floor((2.0 * a / inner + b) * u + centre)
-        if k < 0 or k > n:
-            continue
-        if not (inner >= 0.07 and v <= accepted):
-            height = math.log(v * alpha / (a / (inner * inner) + b))
-            bound = (
-                (mode + 0.5) * math.log((mode + 1.0) / (odds * (n - mode + 1.0)))
-                + (n + 1.0) * math.log((n - mode + 1.0) / (n - k + 1.0))
-                + (k + 0.5) * math.log(odds * (n - k + 1.0) / (k + 1.0))
-                + _tail(mode)
-                + _tail(n - mode)
-                - _tail(k)
-                - _tail(n - k)
-            )
-            if height > bound:
-                continue
-        heads = np.int64(k)
-        return heads if p <= 0.5 else n - heads
+    else:
+        heads = transformed_rejection(key, n, q, True)
+    return heads if p <= 0.5 else n - heads
 
 
 @kernel
@@ -493,21 +493,6 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
                 n_near += 1
             n_out += 1
     return n_out, n_near
-
-
-@kernel
-def leave_out(values, n, places):
-    """Remove the values at ascending `places` from the first `n` of `values`, in place."""
-    if places.shape[0] == 0:
-        return
-    kept = places[0]
-    left_out = 0
-    for i in range(kept, n):
-        if left_out < places.shape[0] and places[left_out] == i:
-            left_out += 1
-        else:
-            values[kept] = values[i]
-            kept += 1
 
 
 @kernel

@@ -11,12 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.permute import N_ROUNDS, below, permuted, shuffle, stream, uniform
+from dasksc.kernels.permute import N_ROUNDS, below, permuted, shuffle, stream
 
 __all__ = [
     "combine_codes",
     "count_groups",
-    "draw_groups",
     "fill_controls",
     "fill_from_group",
     "fill_sets",
@@ -63,17 +62,6 @@ def list_members(codes, cursors, out):
         if code >= 0:
             out[cursors[code]] = i
             cursors[code] += 1
-
-
-@kernel
-def draw_groups(key, positions, cumulative, out):
-    """Draw a group for the set at each position of the epoch, with probabilities proportional to weights."""
-    n_groups = cumulative.shape[0]
-    total = cumulative[n_groups - 1]
-    for i in range(positions.shape[0]):
-        found = np.searchsorted(cumulative, uniform(key, positions[i]) * total, side="right")
-        # Rounding may yield the total itself, which stands for the last group with a positive weight.
-        out[i] = min(found, np.searchsorted(cumulative, total))
 
 
 @kernel

@@ -73,13 +73,9 @@ def locate_strings(references, data, starts, sizes):
 
 @kernel
 def copy_strings(data, starts, sizes, out):
-    """Concatenate strings into `out`, uint8; return True if all bytes are ASCII."""
+    """Concatenate strings into `out`, uint8."""
     at = 0
-    every = np.uint8(0)
     for i in range(len(starts)):
         for k in range(sizes[i]):
-            byte = data[starts[i] + k]
-            every |= byte
-            out[at] = byte
+            out[at] = data[starts[i] + k]
             at += 1
-    return every < 128

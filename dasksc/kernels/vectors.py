@@ -1,4 +1,4 @@
-"""Operations on vectors of neighboring elements, used in loops that LLVM does not vectorize by itself.
+"""Operations on bits, and on vectors of neighboring elements in loops that LLVM does not vectorize by itself.
 
 LLVM compiles vectors of any width for any processor, so these functions do not depend on the instruction set of the
 processor.
@@ -12,7 +12,27 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["descent_bits", "nonzero_bits"]
+__all__ = ["count_bits", "descent_bits", "lowest_bit", "nonzero_bits"]
+
+
+@intrinsic
+def lowest_bit(typingctx: Any, word: Any) -> Any:
+    """Return the position of the lowest set bit of a word; undefined if no bit is set."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def count_bits(typingctx: Any, word: Any) -> Any:
+    """Return the number of set bits of a word."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen
 
 
 @intrinsic

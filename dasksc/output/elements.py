@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import anndata
-import google_crc32c
-import numpy as np
 
-__all__ = ["as_anndata_writes", "is_node", "shard_index", "write_group"]
-
-# Index entry of a chunk that was not written.
-_ABSENT = (2**64 - 1, 2**64 - 1)
+__all__ = ["as_anndata_writes", "is_node", "write_group"]
 
 
 @contextmanager
@@ -36,13 +31,6 @@ def as_anndata_writes() -> Iterator[None]:
 def is_node(path: Path) -> bool:
     """Return True if a folder is a Zarr group or array."""
     return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
-
-
-def shard_index(chunks: list[tuple[int, int]], n_chunks: int) -> bytes:
-    """Return the end of a shard of `n_chunks` chunks: offset and size of those written, and a checksum."""
-    index: bytes = np.array(chunks + [_ABSENT] * (n_chunks - len(chunks)), dtype="<u8").tobytes()
-    checksum: int = google_crc32c.value(index)
-    return index + checksum.to_bytes(4, "little")
 
 
 def write_group(folder: Path, attributes: dict[str, Any]) -> None:

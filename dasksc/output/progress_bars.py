@@ -7,15 +7,7 @@ from contextlib import contextmanager
 
 from dasksc.errors import InputError
 
-__all__ = ["require_tqdm", "progress_bar"]
-
-
-def require_tqdm() -> None:
-    """Raise `InputError` if tqdm is not installed."""
-    try:
-        import tqdm.auto  # noqa: F401
-    except ImportError as error:
-        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+__all__ = ["progress_bar"]
 
 
 @contextmanager
@@ -24,7 +16,10 @@ def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], 
     if not shown:
         yield lambda n, what: None
         return
-    from tqdm.auto import tqdm
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise InputError("progress=True needs tqdm: pip install tqdm") from error
 
     with tqdm(total=total, unit="cell", unit_scale=True) as bar:
 

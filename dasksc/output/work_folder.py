@@ -21,7 +21,7 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.errors import InputError, StorageError
+from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.output.elements import is_node
 from dasksc.platforms import lock_file
 
@@ -129,16 +129,24 @@ class WorkFolder:
         (self.folder / "lock").unlink()
         self.folder.rmdir()
 
-    def disk_full_error(self, error: Exception, *, needed_bytes: int) -> StorageError:
-        """Return the error to raise when the disk is full."""
-        free = shutil.disk_usage(self.target.parent).free
-        return StorageError(
-            errno.ENOSPC,
-            f"no space is left for {self.target}: about {format_bytes(needed_bytes)} more will be needed, and "
-            f"{format_bytes(free)} are free ({error}). The input is unchanged, and the data written so far are kept "
-            f"in {self.folder}. Free some space and run the same {self._what} again to resume it, or remove that "
-            "folder.",
-        )
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn errors of the operating system into errors that say what to do."""
+        try:
+            yield
+        except DaskscError:
+            raise
+        except OSError as error:
+            # Libraries may wrap the error of the operating system and lose its errno.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(error):
+                raise StorageError(f"{self.target} cannot be written: {error}") from error
+            free = format_bytes(shutil.disk_usage(self.target.parent).free)
+            raise StorageError(
+                errno.ENOSPC,
+                f"no space is left for {self.target}: {free} are free ({error}). The input is unchanged, and the data "
+                f"written so far are kept in {self.folder}. Free some space and run the same {self._what} again to "
+                "resume it, or remove that folder.",
+            ) from error
 
 
 class StoreWorkFolder(WorkFolder):
@@ -175,8 +183,7 @@ class StoreWorkFolder(WorkFolder):
         if os.path.lexists(self.target) and not (overwrite and is_node(self.target)):
             raise InputError(
                 f"{self.target} was created by another process during the conversion, so it is not replaced. The "
-                f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
-                + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
+                f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again."
             )
         # Killed tasks leave partial files behind.
         for leftover in list(self.store.rglob(".*.partial")):
@@ -200,7 +207,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        discard(partial)
 
 
 def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any, Any]:

@@ -13,7 +13,7 @@ from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.plan.arrays import array_of
-from dasksc.plan.candidates import Candidates, index_array, n_rows_needed
+from dasksc.plan.candidates import Candidates, index_array
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler
 from dasksc.plan.strategies import BuiltInStrategy, SamplingStrategy
@@ -81,7 +81,8 @@ def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
         return None
-    return n_rows_needed(index_array(indices))
+    rows = index_array(indices)
+    return len(rows) if rows.dtype == np.bool_ or not len(rows) else int(rows.max()) + 1
 
 
 def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:

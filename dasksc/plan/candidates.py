@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.plan.arrays import EMPTY_INTS, array_of
 
-__all__ = ["Candidates", "index_array", "n_rows_needed"]
+__all__ = ["Candidates", "index_array"]
 
 _Int64s = NDArray[np.int64]
 
@@ -100,8 +100,3 @@ def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
     if array.dtype.kind not in "iub":
         raise InputError(f"{name} must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
     return array
-
-
-def n_rows_needed(indices: NDArray[Any]) -> int:
-    """Return the minimum number of rows of a collection with these row numbers; for a mask, their exact number."""
-    return len(indices) if indices.dtype == np.bool_ or not len(indices) else int(indices.max()) + 1

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.checks import names_or_none, true_or_false, whole_number
+from dasksc.displays import brief
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.controls import ControlSource
+from dasksc.plan.controls import matched_controls
 from dasksc.plan.groups import combined_codes, group_rows
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.sets import SetAccounts, SetSampler
@@ -26,17 +27,6 @@ logger = logging.getLogger("dasksc.plan")
 
 _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
 _N_SHOWN = 3
-
-
-class Expression:
-    """Expression over obs, and the rows for which it holds."""
-
-    def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
-        self.text = text
-        self.holds = holds
-
-    def __repr__(self) -> str:
-        return repr(self.text)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,8 +92,8 @@ class CellSets(BuiltInStrategy):
     Notes
     -----
     Preparing the strategy for n rows, when `scDataset` is created, takes O(n) time. Memory is 4 bytes per row, or none
-    if each group is one run of rows, as in an atlas sorted by group. A fetch reads targets and controls in one
-    ascending pass.
+    if each group is one run of rows, as in an atlas sorted by group; with `control`, one byte more, or two if there are
+    more than 128 combinations of labels to match. A fetch reads targets and controls in one ascending pass.
 
     Examples
     --------
@@ -188,7 +178,7 @@ class CellSets(BuiltInStrategy):
             Names of the obs columns in the expression.
         """
         match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
-        return replace(self, control=Expression(str(self.control), mask), match=match)
+        return replace(self, control=mask, match=match)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `BuiltInStrategy.bind`."""
@@ -200,26 +190,41 @@ class CellSets(BuiltInStrategy):
         if n_unlabelled:
             logger.warning("%d of %d cells have no label in %s and are never drawn", n_unlabelled, len(codes), self.by)
         controls, found = None, dict[str, int]()
-        if self.control is None:
-            groups = group_rows(codes, n_codes)
-        else:
-            source = self._control_source(candidates, columns)
+        if self.control is not None:
+            source, is_control, match = candidates, self._is_control(columns), self._match()
+            if self.control_indices is not None:
+                source = Candidates.of(self.control_indices, n_obs, name="control_indices")
+            n_control_cells = int(is_control[source.selector].sum())
+            if not n_control_cells:
+                raise InputError(
+                    f"none of the {source.n} rows to draw controls from matches control={brief(self.control)}; give "
+                    "rows with control cells in control_indices="
+                )
             if not self.include_control:
-                codes[source.is_control[candidates.selector]] = -1
+                codes[is_control[candidates.selector]] = -1
             if codes.max(initial=-1) < 0:
                 raise self._no_sets_error(candidates)
-            if {column.name for column in source.match} <= set(self.by):
-                groups = group_rows(codes, n_codes)
-                del codes  # 4 bytes per row
-                controls, groups, found = source.of_groups(candidates, groups)
-            else:
-                controls, groups, found = source.of_rows(candidates, codes, n_codes)
+            controls, is_unmatched = matched_controls(
+                *(candidates, codes, source, is_control, columns.named("match=", match)),
+                n_controls=self.n_controls,
+                block_size=self.block_size,
+                drops_unmatched=self.unmatched == "drop",
+            )
+            found = {
+                "n_control_cells": n_control_cells,
+                "n_unmatched_groups": len(np.unique(codes[is_unmatched])),
+                "n_unmatched_cells": int(is_unmatched.sum()),
+            }
+            if not set(match) <= set(self.by):
+                codes[is_unmatched] = -1
+        groups = group_rows(codes, n_codes)
+        del codes  # 4 bytes per row
+        if controls is not None:
+            groups = groups.kept(controls.pools[candidates.rows(groups.first_rows())] >= 0)
         is_short = groups.counts < self.set_size
         n_short = int(np.count_nonzero(is_short))
-        if self.incomplete == "drop" and n_short:
+        if self.incomplete == "drop":
             groups = groups.kept(~is_short)
-            if controls is not None and not len(controls.codes):
-                controls = replace(controls, pools=controls.pools[~is_short])
         if not len(groups.counts):
             raise self._no_sets_error(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
         ends = None
@@ -293,10 +298,6 @@ class CellSets(BuiltInStrategy):
 
     # --- Control cells --------------------------------------------------------------------------------
 
-    def _control_text(self) -> str:
-        control = self.control.text if isinstance(self.control, Expression) else self.control
-        return repr(control) if isinstance(control, Mapping | str) else "a mask"
-
     def _match(self) -> tuple[str, ...]:
         if self.match is not None:
             return tuple(self.match)
@@ -305,25 +306,6 @@ class CellSets(BuiltInStrategy):
                 "control= is a mask, so match= is required: the columns in which controls and targets must agree"
             )
         return tuple(name for name in self.by if name not in self.control)
-
-    def _control_source(self, targets: Candidates, columns: _Columns) -> ControlSource:
-        candidates = targets
-        if self.control_indices is not None:
-            candidates = Candidates.of(self.control_indices, columns.n_obs, name="control_indices")
-        is_control = self._is_control(columns)
-        if not is_control[candidates.selector].any():
-            raise InputError(
-                f"none of the {candidates.n} rows to draw controls from matches control={self._control_text()}; give "
-                "rows with control cells in control_indices="
-            )
-        return ControlSource(
-            candidates=candidates,
-            is_control=is_control,
-            match=columns.named("match=", self._match()),
-            n_controls=self.n_controls,
-            block_size=self.block_size,
-            drops_unmatched=self.unmatched == "drop",
-        )
 
     def _is_control(self, columns: _Columns) -> NDArray[np.bool_]:
         control = self.control
@@ -338,7 +320,7 @@ class CellSets(BuiltInStrategy):
             masks = [one.where("control=", control[one.name]) for one in columns.named("control=", control)]
             matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
             return matches
-        mask = np.asarray(control.holds if isinstance(control, Expression) else control)
+        mask = np.asarray(control)
         if mask.dtype != np.bool_ or mask.shape != (columns.n_obs,):
             raise InputError(
                 f"control must be a dict of labels by column, an expression, or a boolean mask of {columns.n_obs} "

@@ -265,10 +265,6 @@ class EpochPlan:
     def _sequence(self) -> RankSequence:
         sizes, sampler = self._sizes, self.sampler
         round_key, left_key = self._keys(Purpose.DEAL, 2)
-
-        def below(key: np.uint64, n: int) -> int:
-            return int(permute.below(key, 0, n))
-
         # If blocks are in storage order, the piece comes last. The leftover units are dealt from a random one on, so
         # that the surplus units vary.
         at_random = sampler.shuffle_blocks or sampler.shuffle_rows
@@ -303,7 +299,7 @@ class EpochPlan:
             raise IndexError(f"fetch {k} is out of range; there are {self.n_fetches}, numbered from 0")
         positions, order = self._units(k)
         if isinstance(self._draw, SetDraw):
-            return FetchPlan.of_sets(k, self._draw.sets(positions[order]), batch_size=self.batch_size)
+            return FetchPlan.of_sets(k, *self._draw.sets(positions[order]), batch_size=self.batch_size)
         unit = self.sampler.unit
         stored = self._stored(positions)
         if unit > 1:

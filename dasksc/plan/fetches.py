@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.displays import constructor
-from dasksc.plan.sets import DrawnSets
 
 __all__ = ["FetchPlan", "ascending"]
 
@@ -45,20 +44,14 @@ class FetchPlan:
     controls: _Int64s | None = None
 
     @classmethod
-    def of_sets(cls, number: int, sets: DrawnSets, *, batch_size: int) -> FetchPlan:
+    def of_sets(
+        cls, number: int, groups: _Int64s, targets: _Int64s, controls: _Int64s | None, *, batch_size: int
+    ) -> FetchPlan:
         """Return the plan of a fetch of whole sets, which reads targets and controls in one pass."""
-        n_targets = len(sets.rows)
-        drawn = sets.rows if sets.controls is None else np.concatenate([sets.rows, sets.controls])
-        rows, position = ascending(drawn)
-        controls = None if sets.controls is None else position[n_targets:].reshape(n_targets, -1)
-        return cls(
-            number=number,
-            rows=rows,
-            order=position[:n_targets],
-            batch_size=batch_size,
-            groups=sets.groups,
-            controls=controls,
-        )
+        n = len(targets)
+        rows, order = ascending(targets if controls is None else np.concatenate([targets, controls]))
+        beside = None if controls is None else order[n:].reshape(n, -1)
+        return cls(number=number, rows=rows, order=order[:n], batch_size=batch_size, groups=groups, controls=beside)
 
     def __repr__(self) -> str:
         return constructor(self)

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.plan.arrays import EMPTY_INTS, array_of
+from dasksc.plan.arrays import array_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,13 +38,18 @@ class CodedColumn:
     @classmethod
     def of(cls, name: str, values: Any, n_obs: int) -> CodedColumn:
         """Encode a column of obs; codes are in ascending order of the labels, or in that of the categories."""
-        try:
-            codes, labels = encode_labels(values, by_value=True)
-        except InputError as error:
-            raise InputError(f"the column {name!r}: {error}") from error
-        if len(codes) != n_obs:
-            raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
-        return cls(name, codes, labels)
+        import pandas as pd
+
+        column = pd.Series(values, name=name)
+        coded = cls.in_order(column, "value")
+        if not isinstance(column.dtype, pd.CategoricalDtype):
+            try:
+                _are_whole(list(coded.labels), len(column))
+            except InputError as error:
+                raise InputError(f"the column {name!r}: {error}") from error
+        if len(column) != n_obs:
+            raise InputError(f"the column {name!r} has {len(column)} labels for {n_obs} rows; give one per row")
+        return coded
 
     @classmethod
     def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
@@ -55,7 +60,7 @@ class CodedColumn:
         if isinstance(column.dtype, pd.CategoricalDtype):
             codes, labels = np.asarray(column.array.codes), column.array.categories
         else:
-            codes, labels = pd.factorize(column, sort=order == "value")
+            codes, labels = _factorized(column, sort=order == "value")
             codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
         check_categories(labels, f"obs column {column.name!r}")
         if order == "text":
@@ -104,15 +109,6 @@ class CodedColumn:
         chosen: NDArray[np.bool_] = is_wanted[self.codes]
         return chosen
 
-    def with_missing_as_label(self) -> CodedColumn:
-        """Return the column with missing labels as one further label, None."""
-        is_missing = self.codes < 0
-        if not is_missing.any():
-            return self
-        n = len(self.labels)
-        codes = np.where(is_missing, n, self.codes.astype(np.min_scalar_type(-n - 1), copy=False))
-        return CodedColumn(self.name, codes, [*self.labels, None])
-
 
 def _shown(label: Any) -> str:
     return repr(label.item() if isinstance(label, np.generic) else label)
@@ -134,48 +130,32 @@ def check_categories(categories: Any, column: object) -> None:
         )
 
 
-def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
+def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code."""
     # Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
     # below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
-    # of their first occurrence, or of their values.
+    # of their first occurrence.
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
         check_categories(values.categories, "labels")
         return np.asarray(values.codes), list(values.categories)
-    is_lazy = hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1
-    if not is_lazy:
-        labels = _label_array(labels)
-        if labels.ndim != 1:
-            raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
-        if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
-            low, high = int(labels.min()), int(labels.max())
-            if low >= (0 if by_value else -1) and high < _table_end(len(labels)):
-                return labels, list(range(high + 1))
+    if hasattr(labels, "compute"):  # of Dask
+        labels = labels.compute()
+    labels = _label_array(labels)
+    if labels.ndim != 1:
+        raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
+        low, high = int(labels.min()), int(labels.max())
+        if low >= -1 and high < _table_end(len(labels)):
+            return labels, list(range(high + 1))
     import pandas as pd
 
-    position: dict[Any, int] = {}
-    encoded: list[NDArray[Any]] = []
-    # One chunk of a Dask array is in memory at a time. Codes of a Dask array take the smallest integer type.
-    blocks = (labels.blocks[i].compute() for i in range(labels.numblocks[0])) if is_lazy else [labels]
-    for chunk in map(_label_array, blocks):
-        try:
-            codes, names = pd.factorize(cast(Any, chunk), sort=False)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
-        if names.dtype.kind in "mM":
-            names = pd.Index(names)  # its items are those of categories of dates, and equal those of datetime
-        places = [position.setdefault(name, len(position)) for name in names]
-        seen = np.array([*places, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
-        encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
-    check_categories(list(position), "labels")  # chunks of a Dask array may have labels of different types
-    n_labels = sum(map(len, encoded))
-    table, classes = _classes(list(position), n_labels, negative_is_missing=not by_value)
-    if by_value:
-        order, classes = _ascending(classes)
-        table = order[table]
-    table = table.astype(np.min_scalar_type(-max(len(classes), 1))) if is_lazy else table
-    return np.concatenate([table[codes] for codes in encoded] or [EMPTY_INTS]), classes
+    codes, names = _factorized(labels)
+    # Items of an index of dates are those of categories of dates, and equal those of datetime.
+    names = list(pd.Index(names) if names.dtype.kind in "mM" else names)
+    check_categories(names, "labels")
+    table, classes = _classes(names, len(labels))
+    return table[codes], classes  # the code -1 of a missing label selects the last entry
 
 
 def listed(labels: Any) -> list[Any]:
@@ -213,36 +193,41 @@ def _table_end(n_labels: int) -> int:
     return max(n_labels, 65_536)
 
 
-def _ascending(names: list[Any]) -> tuple[_Int64s, list[Any]]:
-    """Return the rank of each name, with -1 appended, and the sorted names."""
+def _factorized(values: Any, *, sort: bool = False) -> tuple[NDArray[Any], Any]:
+    """Return the codes and the distinct values of an array or column, in the order of occurrence or of the values."""
+    import pandas as pd
+
     try:
-        order = sorted(range(len(names)), key=names.__getitem__)
-    except TypeError:  # labels of several types, such as numbers and strings
-        order = sorted(range(len(names)), key=lambda i: (type(names[i]).__name__, str(names[i])))
-    places = np.full(len(names) + 1, -1, dtype=np.int64)
-    places[order] = np.arange(len(names))
-    return places, [names[i] for i in order]
+        codes, names = pd.factorize(values, sort=sort)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"labels of type {values.dtype} cannot be compared: {error}") from error
+    return codes, names
 
 
-def _classes(names: list[Any], n_labels: int, *, negative_is_missing: bool) -> tuple[_Int64s, list[Any]]:
-    """Return the class code of each name, followed by -1, and the names of the classes."""
+def _are_whole(names: list[Any], n_labels: int) -> bool:
+    """Return True if all labels are whole numbers; raise an error for the values of a continuous column."""
+    if not names or not all(isinstance(name, Real) and not isinstance(name, bool) for name in names):
+        return False
+    values = np.array(names, dtype=np.float64)
+    is_whole = bool(np.all(np.isfinite(values) & (values == np.floor(values))))
+    if not is_whole and len(names) > min(_MAX_FRACTIONAL_LABELS, max(8, n_labels // 2)):
+        some = ", ".join(f"{name:g}" for name in names[:3])
+        raise InputError(
+            f"{n_labels} labels have {len(names)} different fractional values ({some}, ...), as in a continuous "
+            "column, which has no classes. Divide it into bins (pandas.cut), or make each value a class "
+            "(pandas.Categorical)"
+        )
+    return is_whole
+
+
+def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
+    """Return the class code of each name, followed by -1, and the names of the classes; negative numbers have none."""
     numbers = np.arange(len(names) + 1)
     numbers[-1] = -1
-    if not names or not all(isinstance(name, Real) and not isinstance(name, bool) for name in names):
+    if not _are_whole(names, n_labels):
         return numbers, names
     values = np.array(names, dtype=np.float64)
-    if not np.all(np.isfinite(values) & (values == np.floor(values))):
-        if len(names) > min(_MAX_FRACTIONAL_LABELS, max(8, n_labels // 2)):
-            some = ", ".join(f"{name:g}" for name in names[:3])
-            raise InputError(
-                f"{n_labels} labels have {len(names)} different fractional values ({some}, ...), as in a continuous "
-                "column, which has no classes. Divide it into bins (pandas.cut), or make each value a class "
-                "(pandas.Categorical)"
-            )
-        return numbers, names
     is_class = values >= 0
-    if not negative_is_missing and not is_class.all():
-        return numbers, names
     if values.max() < _table_end(n_labels):
         numbers[:-1] = np.where(is_class, values, -1)
         return numbers, list(range(int(values.max()) + 1))

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
-from dasksc.plan.cell_sets import CellSets
-from dasksc.plan.strategies import (
-    BlockShuffling,
-    BlockWeightedSampling,
-    BuiltInStrategy,
-    ClassBalancedSampling,
-    SamplingStrategy,
-    Streaming,
-)
+from dasksc.plan.strategies import BlockShuffling, BuiltInStrategy, ClassBalancedSampling, SamplingStrategy, Streaming
 
-__all__ = ["SHORT_NAMES", "STRATEGIES", "StrategyName", "as_strategy", "is_balanced", "strategy_named"]
+__all__ = ["SHORT_NAMES", "StrategyName", "as_strategy", "is_balanced", "strategy_named"]
 
 # Names of strategies that need no arguments, except for the labels of "balance".
 StrategyName = Literal["shuffle", "stream", "balance"]
@@ -25,12 +16,6 @@ SHORT_NAMES: dict[str, type[BuiltInStrategy]] = {
     "shuffle": BlockShuffling,
     "stream": Streaming,
     "balance": ClassBalancedSampling,
-}
-# Strategies by short name, class name and class name in snake case.
-STRATEGIES: dict[str, type[BuiltInStrategy]] = SHORT_NAMES | {
-    name: cls
-    for cls in (Streaming, BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, CellSets)
-    for name in (cls.__name__, re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower())
 }
 
 

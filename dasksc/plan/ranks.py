@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import logging
 import os
 import re
 import sys
@@ -21,8 +18,6 @@ from dasksc.errors import InputError
 from dasksc.plan.process_groups import jax_state, torch_distributed
 
 __all__ = ["LAUNCHERS", "World", "size_in"]
-
-logger = logging.getLogger("dasksc.world")
 
 # Environment variables of each launcher (rank, world size, local rank), in order of precedence: the first launcher
 # whose rank and world size are set wins. `srun torchrun` and Kubeflow set the variables of several launchers, with
@@ -90,10 +85,10 @@ class World:
     def detect(cls, rank: int | None = None, world_size: int | None = None, group: Any = None) -> World:
         """Detect rank and world size.
 
-        The first available source wins, and later sources that differ are logged. The order is: the
-        arguments; `group`; an initialized ``torch.distributed``, Horovod or ``jax.distributed``; ``RANK``
-        and ``WORLD_SIZE`` as set by torchrun; the variables of Horovod, Open MPI, PMI and Slurm. If only
-        one of `rank` and `world_size` is given, the other is detected.
+        The first available source wins. The order is: the arguments; `group`; an initialized
+        ``torch.distributed``, Horovod or ``jax.distributed``; ``RANK`` and ``WORLD_SIZE`` as set by
+        torchrun; the variables of Horovod, Open MPI, PMI and Slurm. If only one of `rank` and
+        `world_size` is given, the other is detected.
 
         Parameters
         ----------
@@ -112,13 +107,8 @@ class World:
         for name, value in (("rank", rank), ("world_size", world_size)):
             if value is not None and not is_whole(value):
                 raise InputError(f"{name} must be a whole number or None; got {value!r}")
-        sources = _sources(group)
-        found = next(sources)
+        found = next(_sources(group))
         if rank is None and world_size is None:
-            with contextlib.suppress(InputError):  # errors in sources that are not used do not matter
-                for other in sources:
-                    if other != World() and (other.rank, other.world_size) != (found.rank, found.world_size):
-                        _log_ignored(found, other)
             return found
         if rank is None and world_size is not None and world_size > 1 and found == World():
             raise InputError(
@@ -145,14 +135,6 @@ def _sources(group: Any) -> Iterator[World]:
     yield from _from_libraries()
     yield from _from_environment(os.environ)
     yield World()
-
-
-@functools.cache
-def _log_ignored(found: World, other: World) -> None:
-    logger.info(
-        "using rank %d of %d from %s; %s says rank %d of %d, which is ignored",
-        *(found.rank, found.world_size, found.source, other.source, other.rank, other.world_size),
-    )
 
 
 def _from_libraries() -> Iterator[World]:

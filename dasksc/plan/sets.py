@@ -9,45 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import sets as kernels
 from dasksc.plan.candidates import Candidates
+from dasksc.plan.controls import Controls
 from dasksc.plan.groups import RowGroups
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.samplers import Sampler
 
-__all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
+__all__ = ["SetAccounts", "SetDraw", "SetSampler"]
 
 _Int64s = NDArray[np.int64]
 
 # Maximum number of blocks of a group that a table permutes; filling the table takes microseconds.
 _TABLE_BLOCKS = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """Control cells in pools; all cells of a pool match the same targets."""
-
-    # Row numbers, pool by pool, shape (n,), int32 or int64. No row belongs to several pools, so that one set draws none
-    # twice.
-    rows: NDArray[Any]
-    # starts, counts: First row and number of rows of each pool, shape (n_pools,), int64.
-    starts: _Int64s
-    counts: _Int64s
-    # Pool of each group of targets, shape (n_groups,), int64; or of each match code if `codes` are given.
-    pools: _Int64s
-    # Match code of each row of the collection: its labels in the columns to match, as one integer; shape (n_obs,).
-    # Empty if all cells of a group match the same controls.
-    codes: NDArray[Any]
-    block_size: int  # Number of neighbors that are read together
-    n_controls: int  # Number of control cells for each target cell
-
-    def pools_of(self, groups: _Int64s, rows: _Int64s) -> _Int64s:
-        """Return the pool of each row; `rows` are listed set by set, and `groups` has the group of each set."""
-        if len(self.codes):
-            pools: _Int64s = self.pools[self.codes[rows]]
-            return pools
-        return np.repeat(self.pools[groups], len(rows) // max(1, len(groups)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +41,6 @@ class SetAccounts:
     n_unmatched_cells: int = 0
     n_short_groups: int = 0  # Number of groups with fewer cells than a set
     drops_short: bool = False  # True if short groups are never drawn (``incomplete="drop"``)
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnSets:
-    """Sets of an epoch."""
-
-    groups: _Int64s  # Group of each set, shape (n,), int64
-    rows: _Int64s  # Row numbers set by set, shape (n * set_size,), int64
-    # Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without controls.
-    controls: _Int64s | None
 
 
 @dataclass(frozen=True)
@@ -147,19 +113,19 @@ class SetDraw:
     sampler: SetSampler  # Sampler of the bound strategy
     keys: NDArray[np.uint64]  # Keys of groups, members and controls, shape (3,), uint64
 
-    def sets(self, numbers: _Int64s) -> DrawnSets:
-        """Return the sets with given numbers in the epoch, each in [0, n_sets)."""
+    def sets(self, numbers: _Int64s) -> tuple[_Int64s, _Int64s, _Int64s | None]:
+        """Return the group of each set, the rows set by set, and their controls row by row (None without controls)."""
         groups, rows = self._targets(numbers)
         sampler = self.sampler
         if sampler.controls is None:
-            return DrawnSets(groups, rows, None)
+            return groups, rows, None
         controls = sampler.controls
         control_keys = np.empty(len(numbers), dtype=np.uint64)
         kernels.set_keys(self.keys[2], numbers, control_keys)
         chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
         kernels.fill_controls(
             control_keys,
-            controls.pools_of(groups, rows),
+            controls.pools[rows].astype(np.int64),
             controls.starts,
             controls.counts,
             controls.block_size,
@@ -168,7 +134,7 @@ class SetDraw:
             np.empty(_TABLE_BLOCKS, dtype=np.int64),
             chosen,
         )
-        return DrawnSets(groups, rows, controls.rows[chosen].astype(np.int64, copy=False))
+        return groups, rows, controls.rows[chosen].astype(np.int64, copy=False)
 
     def _targets(self, numbers: _Int64s) -> tuple[_Int64s, _Int64s]:
         """Return the group of each set, and the rows set by set."""
@@ -177,8 +143,11 @@ class SetDraw:
         firsts = np.zeros(len(numbers), dtype=np.int64)
         if sampler.ends is None:
             assert sampler.cumulative is not None
-            groups = np.empty(len(numbers), dtype=np.int64)
-            kernels.draw_groups(self.keys[0], numbers, sampler.cumulative, groups)
+            shares, cumulative = np.empty(len(numbers), dtype=np.float64), sampler.cumulative
+            draw_kernels.uniforms(numbers, self.keys[0], shares)
+            groups = np.searchsorted(cumulative, shares * cumulative[-1], side="right")
+            # Rounding may yield the total itself, which stands for the last group with a positive weight.
+            groups = np.minimum(groups, np.searchsorted(cumulative, cumulative[-1]))
             kernels.set_keys(self.keys[1], numbers, keys)
         else:
             groups = np.searchsorted(sampler.ends, numbers, side="right")

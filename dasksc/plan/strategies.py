@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dasksc.checks import check_flags, name_or_none, whole_number
-from dasksc.displays import brief, constructor, html_table, set_arguments
+from dasksc.displays import brief, constructor
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
@@ -85,17 +85,8 @@ class SamplingStrategy:
             self._indices = np.sort(np.flatnonzero(array) if array.dtype == np.bool_ else array)
 
     def __repr__(self) -> str:
-        return constructor(self, **self._texts)
-
-    def _repr_html_(self) -> str | None:
-        if type(self).__repr__ is not SamplingStrategy.__repr__:
-            return None  # notebooks then show the repr that the subclass defines
-        return html_table(type(self).__name__, set_arguments(self, self._texts, with_defaults=True).items())
-
-    @property
-    def _texts(self) -> dict[str, str]:
         # In user-defined subclasses that are dataclasses, `_indices` is usually None, and the fields are shown instead.
-        return {} if self._indices is None else {"indices": brief(self._indices)}
+        return constructor(self, **({} if self._indices is None else {"indices": brief(self._indices)}))
 
     def get_len(self, data_collection: Any) -> int:
         """Return the number of rows of an epoch."""

@@ -201,9 +201,9 @@ class WeightedSampler(Sampler):
             elif n_out <= len(out) and n_near <= len(near):
                 break
         surplus = n_out - size
-        lowest = np.argpartition(near_keys[:n_near], surplus)[:surplus] if surplus else EMPTY_INTS
-        draw_kernels.leave_out(out, n_out, np.sort(near[lowest]))
-        return out[:size]
+        if not surplus:
+            return out[:size]
+        return np.delete(out[:n_out], near[np.argpartition(near_keys[:n_near], surplus)[:surplus]])
 
     def digest(self) -> str:
         return digest_of(self, _fingerprint_of_draws())

@@ -71,20 +71,14 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
     chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
     logger.warning(
         "%s cannot be computed row by row: %s. As the array is now, every fetch computes all row chunks that contain "
-        "any of the fetched rows (the array has %d chunks, of up to %d rows, about %s each if dense). If the rows are "
-        "scattered, every fetch computes the whole array. %s",
+        "any of the fetched rows, and everything that these chunks are computed from (the array has %d chunks, of up "
+        "to %d rows, about %s each if dense). If the rows are scattered, every fetch computes the whole array. Use "
+        "fewer rows per chunk or a larger block_size, or write the array to a file and open that file. Compute values "
+        "that all chunks use yourself, so that the other steps can be computed row by row: "
+        "m = X.mean(axis=0).compute(), then X - m",
         matrix.label,
         reason,
         len(row_chunks),
         max(row_chunks, default=0),
         format_bytes(chunk_bytes),
-        _ADVICE_ON_SHARED if matrix.shared else _ADVICE,
     )
-
-
-_ADVICE = "Use fewer rows per chunk or a larger block_size, or write the array to a file and open that file."
-_ADVICE_ON_SHARED = (
-    "A value that all row chunks of the array use, such as a mean over the rows, is computed by the first fetch in "
-    "each process, and kept if it is small. Compute this value yourself, so that the other steps can be computed row "
-    "by row: m = X.mean(axis=0).compute(), then X - m."
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -48,26 +47,13 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     return add_reductions(array)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class MatrixRows:
     """Matrix with the indexing of an array, for the graphs of `to_dask` and for hooks."""
 
-    matrix: Matrix
+    ndim = 2
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        return self.matrix.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Data type of the values."""
-        return self.matrix.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions, always 2."""
-        return 2
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix, self.shape, self.dtype = matrix, matrix.shape, matrix.dtype
 
     def __len__(self) -> int:
         return self.matrix.shape[0]
@@ -84,11 +70,8 @@ class MatrixRows:
         kept = np.arange(n_vars, dtype=np.int64)[columns]
         order, positions = np.unique(wanted, return_inverse=True)
         fetched = self.matrix.fetch(order)
-        if len(kept) == n_vars and isinstance(columns, slice) and columns.step in (None, 1):
-            return gather_block(fetched, positions)
-        if len(np.unique(kept)) < len(kept):
-            return gather_block(fetched, positions)[:, kept]
-        return gather_block(fetched, positions, columns=Columns(positions=kept, n_vars=n_vars))
+        is_all = len(kept) == n_vars and isinstance(columns, slice) and columns.step in (None, 1)
+        return gather_block(fetched, positions, None if is_all else kept)
 
     def __dask_tokenize__(self) -> object:
         return ("dasksc.rows", normalize_token(self.matrix))
@@ -117,10 +100,14 @@ def leaves_of(array: da.Array) -> list[Matrix]:
 
 
 def gather_block(
-    fetched: RowBuffer, positions: NDArray[np.int64], *, columns: Columns | None = None
+    fetched: RowBuffer, positions: NDArray[np.int64], wanted: NDArray[np.int64] | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
-    """Copy rows of a fetch into a new block, in the data type used for computation."""
-    shape = (len(positions), fetched.shape[1] if columns is None else len(columns))
+    """Copy rows of a fetch, with all or the `wanted` columns, into a new block, in the data type of computations."""
+    if wanted is not None and len(np.unique(wanted)) < len(wanted):
+        return gather_block(fetched, positions)[:, wanted]
+    n_vars = fetched.shape[1]
+    columns = None if wanted is None else Columns(positions=wanted, n_vars=n_vars)
+    shape = (len(positions), n_vars if wanted is None else len(wanted))
     if fetched.layout == "dense":
         out = np.empty(shape, dtype=fetched.dtype)
         fetched.gather(positions, out=out, columns=columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -14,7 +14,6 @@ import dask.array as da
 import numpy as np
 import scipy.sparse as sp
 from dask.base import normalize_token
-from dask.core import toposort
 from dask.local import get_sync
 from dask.optimization import cull
 from dask.sizeof import sizeof
@@ -43,8 +42,8 @@ class DaskMatrix:
     """Matrix over any Dask array; a fetch computes every row chunk that contains a requested row."""
 
     # Chunks are computed one after another on the calling thread. Only the requested rows of each are kept, so memory
-    # holds one row chunk at a time, and the result. Intermediate results that most row chunks use, such as a mean over
-    # the rows, are computed by the first fetch and cached if they are small.
+    # holds one row chunk at a time, and the result. Intermediate results that both the first and the last row chunk
+    # use, such as a mean over the rows, are computed by the first fetch and kept if they are small.
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
         self.array = array
@@ -87,17 +86,13 @@ class DaskMatrix:
         """Return the keys of a row chunk, one per column chunk."""
         return [(self.array.name, number, place) for place in range(self.array.numblocks[1])]
 
-    @cached_property
-    def shared(self) -> set[Key]:
-        """Keys of the intermediate results that most row chunks use, such as a mean over the rows."""
-        return _shared_keys(self._tasks, list(map(self._keys, range(self.array.numblocks[0]))))
-
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Compute the row chunks that contain `rows` and return those rows."""
         rows = check_rows(self.label, self.shape[0], rows)
         with self._sharing:
             if self._with_shared is None:
-                self._with_shared = _with_computed(self._tasks, self.shared)
+                keys = _shared_keys(self._tasks, self._keys(0), self._keys(len(self._bounds) - 2))
+                self._with_shared = _with_computed(self._tasks, keys)
         kept = [
             self._joined(_computed(self._with_shared, self._keys(number)), self.array.chunks[0][number])[
                 rows[start:stop] - self._bounds[number]
@@ -187,15 +182,30 @@ def _computed(tasks: Mapping[Key, GraphNode], keys: list[Key]) -> list[Any]:
     return list(get_sync(da.optimize(needed, keys), keys, callbacks=()))
 
 
+def _shared_keys(tasks: Mapping[Key, GraphNode], first: list[Key], last: list[Key]) -> set[Key]:
+    """Return the keys that tasks of both row chunks, but of no common result, use directly."""
+    shared: set[Key] = set()
+    while True:
+        # The next pass finds what the results found by this one hid: the mean in (X - mean) / std(X - mean).
+        cut = {**tasks, **{key: DataNode(key, None) for key in shared}}
+        needed = [cull(cut, keys)[0] for keys in (first, last)]
+        common = needed[0].keys() & needed[1].keys()
+        used = [
+            {one for key in chunk.keys() - common for one in chunk[key].dependencies if cut[one].dependencies}
+            for chunk in needed
+        ]
+        if not (more := common & used[0] & used[1]):
+            return shared
+        shared |= more
+
+
 def _with_computed(tasks: Mapping[Key, GraphNode], keys: set[Key]) -> Mapping[Key, GraphNode]:
-    """Compute some keys, and return the tasks with the values in place of these keys."""
-    # Return `tasks` unchanged if the values would take too much memory, for example if they are the chunks of an array
-    # whose rows are reordered. One value per layer is computed first; the layer's others are assumed to be as large.
+    """Compute some keys, and return the tasks with the values in place of these keys, or as they are if too large."""
+    # One value per layer is computed first; the layer's others are assumed to be as large.
     if not keys:
         return tasks
     samples = {layer_of(key): key for key in keys}
-    first = list(samples.values())
-    values = dict(zip(first, _computed(tasks, first), strict=True))
+    values = dict(zip(samples.values(), _computed(tasks, list(samples.values())), strict=True))
     if sum(sizeof(values[samples[name]]) * n for name, n in Counter(map(layer_of, keys)).items()) > _KEPT_BYTES:
         return tasks
     if rest := list(keys - values.keys()):
@@ -206,32 +216,3 @@ def _with_computed(tasks: Mapping[Key, GraphNode], keys: set[Key]) -> Mapping[Ke
 def layer_of(key: Key) -> str:
     """Return the name of the layer of a key."""
     return str(key[0] if isinstance(key, tuple) else key)
-
-
-def _shared_keys(tasks: Mapping[Key, GraphNode], row_chunks: list[list[Key]]) -> set[Key]:
-    """Return the keys of intermediate results that at least half of the row chunks use directly."""
-    # The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
-    # such as the chunks before a rechunk, since caching these would amount to caching the whole array.
-    if len(row_chunks) < 2:
-        return set()
-    below = {key: task.dependencies & tasks.keys() for key, task in tasks.items()}
-    downwards = toposort(tasks, dependencies=below)[::-1]
-    shared: set[Key] = set()
-    while True:
-        # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that contribute to
-        # exactly one row chunk are considered. Each pass ignores paths through the keys that earlier passes found.
-        # Without these paths, some tasks that contributed to several row chunks contribute to only one, so the pass may
-        # find further shared results. Each set of row chunks is a bit mask in a Python integer.
-        needed: dict[Key, int] = defaultdict(int, {key: 1 << i for i, keys in enumerate(row_chunks) for key in keys})
-        used: dict[Key, int] = defaultdict(int)
-        for key in downwards:
-            chunks = 0 if key in shared else needed[key]
-            for dependency in below[key] if chunks else ():
-                needed[dependency] |= chunks
-                if chunks.bit_count() == 1:
-                    used[dependency] |= chunks
-        least = max(2, (len(row_chunks) + 1) // 2)
-        more = {key for key, chunks in used.items() if chunks.bit_count() >= least and below[key]} - shared
-        if not more:
-            return shared
-        shared |= more

@@ -3,7 +3,7 @@
 For Dask, ``X * s`` and ``X ** 2`` are elementwise. SciPy computes the matrix product and power for ``csr_matrix``, does
 not support ``X + 1`` or ``da.clip(X, 0, 10)``, and NumPy's ``nan_to_num`` returns a CSR block unchanged. `for_blocks`
 gives all of them the elementwise result: it applies the function to the stored values, among them stored zeros, NaN and
-infinity, as NumPy would to an array. Implicit zeros become what the function makes of a zero (`ZEROS`). Blocks stay
+infinity, as NumPy would to an array. Implicit zeros become what the function makes of a zero. Blocks stay
 ``csr_matrix`` while zeros stay zero, and share the index arrays of the argument, which become read-only: the copies
 that SciPy and scanpy make take a fifth of the processor time of normalized batches (benchmarks/README.md).
 """
@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,37 +28,18 @@ from dasksc._compat.dask import concatenate2, elemwise_handle_where, enforce_dty
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, variance_of
 
-__all__ = ["ZEROS", "for_blocks", "is_elementwise", "row_local", "unknown_function", "with_blocks"]
+__all__ = ["ELEMENTWISE", "for_blocks", "is_elementwise", "row_local", "unknown_function", "with_blocks"]
 
-# What a known elementwise function makes of a zero, stored or implicit: zero ("kept"), another value or NaN ("filled"),
-# or a value that depends on other arguments and is computed by calling the function with a zero ("computed").
-_KEPT = (
-    *(np.absolute, np.arcsin, np.arcsinh, np.arctan, np.arctanh, np.bitwise_count, np.cbrt, np.ceil, np.conjugate),
-    *(np.deg2rad, np.degrees, np.expm1, np.fabs, np.floor, np.isinf, np.isnan, np.log1p, np.negative, np.positive),
-    *(np.rad2deg, np.radians, np.rint, np.sign, np.signbit, np.sin, np.sinh, np.sqrt, np.square, np.tan, np.tanh),
-    *(np.trunc, np.angle, np.fix, np.imag, np.iscomplex, np.isneginf, np.isposinf, np.nan_to_num, np.real),
-    *(operator.abs, operator.neg, operator.pos, of_dask._sqrt),
+# Known elementwise functions other than ufuncs.
+ELEMENTWISE = frozenset(
+    [
+        *(np.angle, np.around, np.clip, np.fix, np.i0, np.imag, np.isclose, np.iscomplex, np.isneginf, np.isposinf),
+        *(np.isreal, np.nan_to_num, np.real, np.round, np.sinc, np.where, of_dask._sqrt),
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
+        *(operator.and_, operator.or_, operator.xor, operator.invert, operator.abs, operator.neg, operator.pos),
+        *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+    ]
 )
-_FILLED = (
-    *(np.arccos, np.arccosh, np.cos, np.cosh, np.exp, np.exp2, np.isfinite, np.log, np.log10, np.log2),
-    *(np.logical_not, np.reciprocal, np.spacing, np.i0, np.isreal, np.sinc),
-)
-_COMPUTED = (
-    *(np.add, np.arctan2, np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.copysign, np.divide, np.equal),
-    *(np.float_power, np.floor_divide, np.fmax, np.fmin, np.fmod, np.gcd, np.greater, np.greater_equal),
-    *(np.heaviside, np.hypot, np.invert, np.lcm, np.ldexp, np.left_shift, np.less, np.less_equal, np.logaddexp),
-    *(np.logaddexp2, np.logical_and, np.logical_or, np.logical_xor, np.maximum, np.minimum, np.multiply),
-    *(np.nextafter, np.not_equal, np.power, np.remainder, np.right_shift, np.subtract),
-    *(np.around, np.clip, np.isclose, np.round, np.where),
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
-    *(operator.and_, operator.or_, operator.xor, operator.invert),
-    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-)
-ZEROS: dict[Callable[..., Any], Literal["kept", "filled", "computed"]] = {
-    **dict.fromkeys(_KEPT, "kept"),
-    **dict.fromkeys(_FILLED, "filled"),
-    **dict.fromkeys(_COMPUTED, "computed"),
-}
 
 # Functions that scanpy applies to chunks of Dask arrays, by module and name. The first multiplies or divides rows or
 # columns by factors, which are another input of the task, so the graph shows whether they are aligned with rows.
@@ -157,7 +138,7 @@ def is_elementwise(function: Any) -> bool:
     if isinstance(function, np.vectorize):
         # Without `otypes`, the first element of a call determines the type of its results.
         return function.signature is None and function.otypes is not None
-    return _is_among(function, ZEROS)
+    return _is_among(function, ELEMENTWISE)
 
 
 def _calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
@@ -273,11 +254,9 @@ def _of_values(
 
         return function(*map(given, args), **{key: given(arg) for key, arg in kwargs.items()})
 
-    zeros = "computed" if len(args) > 1 or kwargs else ZEROS.get(function, "computed")
-    if zeros == "computed":
-        with np.errstate(all="ignore"):
-            zeros = "filled" if call(np.zeros(1, block.dtype), *others).any() else "kept"  # NaN counts as filled
-    if zeros == "filled":
+    with np.errstate(all="ignore"):
+        of_zero = call(np.zeros(1, block.dtype), *others)
+    if of_zero.any():  # NaN is true
         return call(_dense(block), *others)
     if not block.has_canonical_format or block.indptr[-1] != len(block.indices):  # add up duplicate entries first
         block = block.copy()

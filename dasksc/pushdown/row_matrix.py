@@ -23,7 +23,7 @@ from dasksc.pushdown.compiler import Apply, Compiler, Concat, Node, Read, Take, 
 from dasksc.pushdown.dask_leaf import gather_block
 from dasksc.pushdown.dask_matrix import DaskMatrix, Key, concatenate_rows, runs_by_block
 from dasksc.pushdown.functions import with_blocks
-from dasksc.storage import Columns, FetchCost, Layout, Matrix, RowBuffer, as_matrix, join
+from dasksc.storage import FetchCost, Layout, Matrix, RowBuffer, as_matrix, join
 from dasksc.storage.matrices import check_rows
 
 __all__ = ["RowLocalMatrix"]
@@ -66,12 +66,7 @@ class Plan:
 
     def _block(self, matrix: Matrix, wanted: NDArray[np.int64], columns: NDArray[np.int64] | None) -> Any:
         rows, fetched = self._fetched[id(matrix)]
-        positions = np.searchsorted(rows, wanted)
-        if columns is None:
-            return gather_block(fetched, positions)
-        if len(np.unique(columns)) < len(columns):
-            return gather_block(fetched, positions)[:, columns]
-        return gather_block(fetched, positions, columns=Columns(positions=columns, n_vars=matrix.shape[1]))
+        return gather_block(fetched, np.searchsorted(rows, wanted), columns)
 
     def _constant(self, key: Key, *, aligned: bool) -> Any:
         """Return the value of a key that does not depend on a stored matrix."""

@@ -7,11 +7,12 @@ are fetched.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -24,6 +25,7 @@ from dasksc.readers.anndata import AnnDataStore
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
+    AbsentMatrix,
     ColumnMaps,
     ConcatenatedMatrix,
     FetchCost,
@@ -36,20 +38,30 @@ from dasksc.storage import (
 )
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
+from dasksc.storage.opening import matrix_in
+from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.remote_file import RemoteFile, identities
 from dasksc.storage.uncompressed import PlainArray
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["CatalogReader", "write_matrix"]
+__all__ = ["CatalogReader", "Identity", "as_text", "write_matrix"]
 
 _AGAIN = "Index the files again: dasksc index PATHS --out"
 _COST = FetchCost.__dataclass_fields__
+# Number of the file of a part that lacks the matrix.
+_NONE = -1
+
+Identity: TypeAlias = FileIdentity | ObjectIdentity
+_File: TypeAlias = LocalFile | RemoteFile | RemoteLocation
 
 
 class CatalogReader(Reader):
     """Reader of the catalogues that `dasksc.index` writes."""
 
     suffixes = (".catalog",)
+    listed_suffixes = ()  # a folder is opened without the catalogue of its files
 
     def matches(self, path: str | RemoteLocation) -> bool:
         """Return True for a local file with the ending of a catalogue."""
@@ -68,26 +80,48 @@ class _CatalogStore(AnnDataStore):
     def keys(self) -> list[str]:
         return [*super().keys(), *self._root.attrs["dasksc-catalog"]]
 
-    def matrix(self, key: str) -> Matrix:
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        table = super().table(name, columns)
+        for column, dtype in self._root.attrs["dasksc-texts"].get(name, {}).items():
+            if column in table:
+                labels = [json.loads(text) for text in table[column].cat.categories]
+                values = np.array([*labels, np.nan], dtype=object)[table[column].cat.codes]
+                table[column] = pd.Series(values, index=table.index).astype(dtype)
+        return table
+
+    def matrix(self, key: str) -> Any:
+        if key not in self._root.attrs["dasksc-catalog"]:  # a table of obsm
+            return super().matrix(key)
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
 
     @cached_property
-    def _files(self) -> list[FileIdentity]:
+    def _files(self) -> list[_File]:
         """Files of the atlas, which have not changed since they were indexed."""
-        table = read_elem(self._root["files"])
+        table, options = read_elem(self._root["files"]), self._options
         folder = os.path.dirname(str(self._path))
-        paths = [path if is_url(path) else os.path.normpath(os.path.join(folder, path)) for path in table["path"]]
-        found = [
-            FileIdentity(path=path, size=size, mtime_ns=mtime_ns)
-            for path, size, mtime_ns in zip(paths, table["size"].tolist(), table["mtime_ns"].tolist(), strict=True)
-        ]
+        found: list[_File] = []
+        for path, size, etag, modified in zip(*(table[name].tolist() for name in table), strict=True):
+            if not is_url(path):
+                path = os.path.normpath(os.path.join(folder, path))
+                found.append(LocalFile(FileIdentity(path=path, size=size, mtime_ns=int(modified))))
+                continue
+            where = RemoteLocation.of(path, options.storage_options)
+            identity = ObjectIdentity(path=path, size=size, etag=etag or None, modified=modified)
+            found.append(where if size < 0 else RemoteFile(where, identity, cache=options.cache_of(where)))
+        remote = [file.location for file in found if isinstance(file, RemoteFile)]
+        objects = iter(identities(remote))
         gone, changed = [], []
         for file in found:
-            if is_url(file.path):
+            if isinstance(file, RemoteLocation):  # a store of many objects
                 continue
             try:
-                if FileIdentity.of(file.path) != file:
-                    changed.append(file.path)
+                now: Any = FileIdentity.of(file.path) if isinstance(file, LocalFile) else next(objects)
+                if now is None:
+                    gone.append(file.path)
+                else:
+                    file.identity.compare(now)
+            except CorruptDataError:
+                changed.append(file.path)
             except OSError:
                 gone.append(file.path)
         for paths, what in ((gone, "are gone"), (changed, "have changed")):
@@ -105,7 +139,7 @@ class _UnopenedMatrix:
 
     def __init__(
         self,
-        file: FileIdentity,
+        file: _File,
         key: str,
         *,
         shape: tuple[int, int],
@@ -114,7 +148,7 @@ class _UnopenedMatrix:
         cost: FetchCost,
         options: OpenOptions,
     ) -> None:
-        self.label = f"{file.path}:/{key}"
+        self.label = f"{_path_of(file)}:/{key}"
         self.shape, self.layout, self.cost = shape, layout, cost
         self.dtype, self.stored_dtype = dtypes
         self._file, self._key, self._options = file, key, options
@@ -131,29 +165,57 @@ class _UnopenedMatrix:
 
     def open(self) -> Matrix:
         """Open the matrix, whose file must not have changed since it was indexed."""
-        path, options = self._file.path, self._options
-        where = RemoteLocation.of(path, options.storage_options) if is_url(path) else path
-        if isinstance(where, str):
-            self._file.require_unchanged()
-        return open_matrix(where, self._key, use_mmap=options.mmap, cache=options.cache_of(where))
+        file, options = self._file, self._options
+        if isinstance(file, RemoteFile):
+            return matrix_in(H5File(file), self._key, use_mmap=options.mmap)
+        if isinstance(file, RemoteLocation):
+            return open_matrix(file, self._key, cache=options.cache_of(file))
+        file.require_unchanged()
+        return open_matrix(file.path, self._key, use_mmap=options.mmap)
 
 
 _opened = lru_cache(maxsize=128)(_UnopenedMatrix.open)
 
 
-def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, int]) -> None:
-    """Write where the rows of a joined matrix lie; `files` numbers the files, and receives new ones."""
+def _path_of(file: _File) -> str:
+    return str(file) if isinstance(file, RemoteLocation) else file.path
+
+
+def as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return a table with text, in JSON, for columns that AnnData cannot write as they are, and their data types."""
+    # Files with other types of a column make it one of Python objects, or of floats that may be missing.
+    types = {
+        str(name): str(column.dtype)
+        for name, column in table.items()
+        if (column.dtype == object and pd.api.types.infer_dtype(column, skipna=False) not in ("string", "empty"))
+        or isinstance(column.array, pd.arrays.FloatingArray)
+    }
+    texts = {name: [None if pd.isna(one) else _json(one) for one in table[name]] for name in types}
+    return table.assign(**{name: pd.Categorical(text) for name, text in texts.items()}), types
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value.item() if isinstance(value, np.generic) else value)
+
+
+def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Identity | None]) -> None:
+    """Write where the rows of a joined matrix lie; `files` receives the files, by their paths."""
+    numbers = {path: number for number, path in enumerate(files)}
     parts = matrix.parts if isinstance(matrix, ConcatenatedMatrix) else (matrix,)
     rows: list[dict[str, Any]] = []
     extents: list[NDArray[np.int64]] = []
     for number, part in enumerate(parts):
         path, colon, inside = part.label.rpartition(":/")
-        if not colon or not (is_url(path) or os.path.exists(path)):
+        if isinstance(part, AbsentMatrix):
+            path = ""
+        elif not colon or not (is_url(path) or os.path.exists(path)):
             raise InputError(f"{part.label} is not the matrix of a file, so a catalogue cannot refer to it")
         arrays = _plain_arrays(part)
+        if path:
+            files[path] = files.get(path) or (arrays[0].file.identity if arrays else None)
         rows.append(
             {
-                "file": files.setdefault(path, len(files)),
+                "file": numbers.setdefault(path, len(numbers)) if path else _NONE,
                 "key": inside,
                 "n_obs": part.shape[0],
                 "n_vars": part.shape[1],
@@ -182,30 +244,30 @@ def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, in
 
 
 def _plain_arrays(matrix: Matrix) -> tuple[PlainArray, ...]:
-    """Return the arrays of a matrix if all are uncompressed and in one local file."""
+    """Return the arrays of a matrix if all are uncompressed and in one file."""
     arrays = matrix.arrays if isinstance(matrix, CSRMatrix | DenseMatrix) else ()
-    plain = tuple(array for array in arrays if isinstance(array, PlainArray) and array.is_local)
+    plain = tuple(array for array in arrays if isinstance(array, PlainArray))
     return plain if len(plain) == len(arrays) else ()
 
 
-def _read_matrix(group: Any, key: str, files: Sequence[FileIdentity], options: OpenOptions) -> Matrix:
+def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOptions) -> Matrix:
     table = read_elem(group["parts"])
     extents = read_elem(group["extents"])
     begins = np.searchsorted(extents[0], np.arange(len(table) + 1))
     may_map = lru_cache(can_map)
-    local: dict[int, LocalFile] = {}
 
     def matrix_of(row: Any) -> Matrix:
-        file, shape = files[row.file], (row.n_obs, row.n_vars)
         dtype, stored = np.dtype(row.computed), np.dtype(row.stored)
-        if row.n_values < 0:
+        if row.file == _NONE:
+            return AbsentMatrix(row.n_obs, row.layout, dtype)
+        file, shape = files[row.file], (row.n_obs, row.n_vars)
+        if row.n_values < 0 or isinstance(file, RemoteLocation):
             cost = FetchCost(**{name: getattr(row, name) for name in _COST})
             return _UnopenedMatrix(
                 file, row.key, shape=shape, layout=row.layout, dtypes=(dtype, stored), cost=cost, options=options
             )
-        opened = local.setdefault(row.file, LocalFile(file))
         label = f"{file.path}:/{row.key}"
-        use_mmap = options.mmap if may_map(os.path.dirname(file.path)) else False
+        use_mmap = options.mmap if isinstance(file, LocalFile) and may_map(os.path.dirname(file.path)) else False
         _, which, firsts, offsets = extents[:, begins[row.Index] : begins[row.Index + 1]]
 
         def array(at: int, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PlainArray:
@@ -213,7 +275,7 @@ def _read_matrix(group: Any, key: str, files: Sequence[FileIdentity], options: O
                 label=label + name,
                 shape=shape,
                 dtype=dtype,
-                file=opened,
+                file=file,
                 firsts=firsts[which == at],
                 offsets=offsets[which == at],
                 fill=dtype.type(0),

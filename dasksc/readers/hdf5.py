@@ -34,7 +34,7 @@ class Hdf5Reader(Reader):
         """Open a file; its links are checked here, once for all elements."""
         file = hdf5_file(path, cache=options.cache_of(path))
         try:
-            root = file.open()
+            root = file.root()
             if isinstance(path, str):  # remote files are checked when they are opened
                 check_links(root, path, folder=os.path.dirname(path))
             for kind in (MuDataStore, CellRangerStore):

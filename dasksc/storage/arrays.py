@@ -115,18 +115,12 @@ class MemoryArray:
         self.label = label
         self.dtype = array.dtype.newbyteorder("=")
         self._array = np.ascontiguousarray(array, dtype=memory_dtype(array.dtype))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array, with one or two dimensions."""
-        return self._array.shape
+        self.shape: tuple[int, ...] = array.shape
 
     def held_share(self, run: float) -> float:
-        """Return 0, since nothing is copied."""
         return 0.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the addresses of runs in the array, without copying."""
         stride = row_bytes(self)
         return RowPointers.inside(
             (self._array,),

@@ -33,7 +33,7 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
 
-__all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
+__all__ = ["ChunkSource", "ChunkTable", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
 
@@ -57,9 +57,6 @@ class ChunkSource(Protocol):
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced since it was opened."""
 
-    def versions(self) -> str:
-        """Return a digest of the present versions of all stored objects that are not part of the pickle."""
-
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs."""
         # `numbers` are ascending. The bytes are valid until the next chunk is requested.
@@ -70,45 +67,38 @@ class ChunkSource(Protocol):
         # are decoded alike.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkTable:
+    """Locations of chunks in a file, by row-major number."""
+
+    # offsets, sizes: Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk
+    # that was never written.
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    skipped: NDArray[np.uint32]  # Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32
+
+
 class TableChunks:
     """Chunks of one file, located by a table."""
 
-    def __init__(
-        self,
-        file: LocalFile | RemoteFile,
-        *,
-        offsets: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        skipped: NDArray[np.uint32],
-        use_mmap: UseMmap,
-    ) -> None:
-        if (offsets + sizes).max(initial=0) > file.identity.size:
+    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable, *, use_mmap: UseMmap) -> None:
+        if (end := (table.offsets + table.sizes).max(initial=0)) > file.identity.size:
             raise CorruptDataError(
-                f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                f"{file.identity.size} bytes. Copy or download it again."
+                f"{file.path} is truncated: a chunk ends at byte {end}, but the file has {file.identity.size} bytes. "
+                "Copy or download it again."
             )
+        self.working_bytes = file.working_bytes
         self._file = file
-        self._offsets = offsets
+        self._offsets = table.offsets
         # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
-        self._sizes = sizes.astype(np.uint32)
-        self._skipped = skipped if skipped.any() else None
-        self._use_mmap = use_mmap
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory for reading ahead; see `ChunkSource.working_bytes`."""
-        return self._file.working_bytes
+        self._sizes = table.sizes.astype(np.uint32)
+        self._skipped = table.skipped if table.skipped.any() else None
+        self._use_mmap = use_mmap if file.can_map else False
 
     def require_unchanged(self) -> None:
-        """Raise `CorruptDataError` if the file has been replaced."""
         self._file.require_unchanged()
 
-    def versions(self) -> str:
-        """Return nothing, since the identity of the file is part of the pickle."""
-        return ""
-
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         written = offsets >= 0
@@ -143,6 +133,9 @@ class ChunkedArray:
         self.shape = shape
         self.dtype = chain.dtype.newbyteorder("=")
         self._is_narrowed = False
+        self.chunk_length = chunk_shape[0]
+        # Only blocks of chunks of Blosc are decoded.
+        self.decoded_length = 0 if chain.codecs == (Blosc(),) else chunk_shape[0]
         self._chunk_shape = chunk_shape
         self._chain = chain
         self._source = source
@@ -162,27 +155,12 @@ class ChunkedArray:
         return result
 
     def held_share(self, run: float) -> float:
-        """Return 1, since the requested runs are copied."""
         return 1.0
-
-    @property
-    def chunk_length(self) -> int:
-        """Length of a chunk along the first axis."""
-        return self._chunk_shape[0]
-
-    @property
-    def decoded_length(self) -> int:
-        """Return 0 for Blosc, of whose chunks only blocks are decoded, and otherwise the length of a chunk."""
-        return 0 if self._chain.codecs == (Blosc(),) else self.chunk_length
 
     @property
     def working_bytes(self) -> int:
         """Memory for four copies of a chunk (stored, decoded, and two in between) and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of the stored objects; see `ChunkSource.versions`."""
-        return self._source.versions()
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""

@@ -98,7 +98,6 @@ class H5Lzf:
     """LZF filter of HDF5."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decompress `data`."""
         out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
         n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
         if n_decoded < 0:
@@ -140,7 +139,6 @@ class Blosc:
     """Blosc chunks. `dasksc.kernels.blosc` decodes parts of them if `blosc_getitem` is available."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decompress `data`."""
         view = memoryview(data).cast("B")
         if len(view) < 16:
             raise ValueError(f"the chunk has {len(view)} bytes, too few for Blosc")
@@ -170,7 +168,6 @@ class Numcodec:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decode `data`."""
         # LZ4 allocates the size that the data state.
         if dict(self.config)["id"] == "lz4":
             size = int.from_bytes(memoryview(data).cast("B")[:4], "little")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from dask.base import tokenize
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
@@ -35,14 +36,9 @@ class AbsentMatrix:
         self.shape = n_obs, 0
         self.layout = layout
         self.dtype = self.stored_dtype = np.dtype(dtype)
-
-    @property
-    def cost(self) -> FetchCost:
-        """Memory that a fetch takes, which is negligible."""
-        return FetchCost(row=0.0, held=0.0, working=0.0)
+        self.cost = FetchCost(row=0.0, held=0.0)
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Return the requested rows, which have no columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
             return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
@@ -69,8 +65,8 @@ class ConcatenatedMatrix:
                 f"{label}: matrices of {sorted(widths)} columns cannot be stacked without a map of columns"
             )
         self.label = label
-        self._parts = tuple(parts)
-        self._maps = maps
+        self.parts = tuple(parts)
+        self.maps = maps  # columns of the parts in the result; None if all parts have the same
         self._labels = tuple(part.label for part in parts)
         sizes = [part.shape[0] for part in parts]
         self._ends: NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64)
@@ -84,30 +80,20 @@ class ConcatenatedMatrix:
     def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
         """Return a data type that represents the values of all `dtypes` and, if `is_filled`, also the fill value."""
         common: np.dtype[Any] = np.result_type(*dtypes)
-        return self._maps.filled_dtype(common) if is_filled and self._maps is not None else common
-
-    @property
-    def parts(self) -> tuple[Matrix, ...]:
-        """Concatenated matrices, in order."""
-        return self._parts
-
-    @property
-    def maps(self) -> ColumnMaps | None:
-        """Columns of the parts in the result; None if all parts have the same."""
-        return self._maps
+        return self.maps.filled_dtype(common) if is_filled and self.maps is not None else common
 
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them."""
         # If `columns` is given, only these columns are counted.
-        if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
+        if self.layout == "csr" or self.maps is None or self.maps.fill_value is not None:
             return 0
-        return self._maps.n_filled(columns)
+        return self.maps.n_filled(columns)
 
     @property
     def shares(self) -> NDArray[np.float64]:
         """Share of the rows in each part, shape (n_parts,)."""
         # Empty parts have a small weight, so that the shares are defined if all parts are empty.
-        n_rows = np.array([max(1, part.shape[0]) for part in self._parts], dtype=np.float64)
+        n_rows = np.array([max(1, part.shape[0]) for part in self.parts], dtype=np.float64)
         shares: NDArray[np.float64] = n_rows / n_rows.sum()
         return shares
 
@@ -115,7 +101,7 @@ class ConcatenatedMatrix:
     def cost(self) -> FetchCost:
         """Memory that a fetch takes if its rows come from all parts in proportion to their sizes."""
         # Parts are read one by one.
-        costs = [part.cost for part in self._parts]
+        costs = [part.cost for part in self.parts]
         row, held, working = (
             float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
         )
@@ -130,7 +116,6 @@ class ConcatenatedMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         which = np.searchsorted(self._ends, rows, side="right")
         # If no rows are requested, the first part determines the data types.
@@ -143,12 +128,12 @@ class ConcatenatedMatrix:
             if len(members) > 1 and n_runs <= _MOST_RUNS * len(numbers):
                 together = self._fetch_together(members, rows, which)
             fetched += [self._fetch_part(number, rows, which) for number in members] if together is None else [together]
-        origins = Origins(numbers=which.astype(np.int32), labels=self._labels, maps=self._maps)
+        origins = Origins(numbers=which.astype(np.int32), labels=self._labels, maps=self.maps)
         return stack(fetched, label=self.label, dtype=self.dtype, layout=self.layout, origins=origins)
 
     @functools.cached_property
     def _mapped(self) -> tuple[MappedCSR | None, ...]:
-        return tuple(MappedCSR.of(part) for part in self._parts)
+        return tuple(MappedCSR.of(part) for part in self.parts)
 
     def _kind(self, number: int) -> object:
         """Return a key that neighboring parts share if they can be fetched together in this thread."""
@@ -161,7 +146,7 @@ class ConcatenatedMatrix:
     def _fetch_part(self, number: int, rows: NDArray[np.int64], which: NDArray[np.int64]) -> RowBuffer:
         first, last = np.searchsorted(which, [number, number + 1])
         with mapping_of(self._labels[number]):
-            return self._parts[number].fetch(rows[first:last] - self._begins[number])
+            return self.parts[number].fetch(rows[first:last] - self._begins[number])
 
     def _fetch_together(
         self, members: list[int], rows: NDArray[np.int64], which: NDArray[np.int64]
@@ -178,7 +163,7 @@ class ConcatenatedMatrix:
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
-            n_vars=self.shape[1] if self._maps is None else self._maps.n_columns,
+            n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
             dtype=parts[0].dtypes[-1],
             lengths=lengths,
             data=data,
@@ -186,5 +171,9 @@ class ConcatenatedMatrix:
             origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
         )
 
+    def __dask_tokenize__(self) -> object:
+        # Dask pickles what it hashes, so the parts are hashed one by one.
+        return ("dasksc.ConcatenatedMatrix", self.label, [tokenize(part) for part in self.parts], tokenize(self.maps))
+
     def __repr__(self) -> str:
-        return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self._parts)}>"
+        return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self.parts)}>"

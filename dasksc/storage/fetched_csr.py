@@ -47,7 +47,6 @@ class CSRRowBuffer(RowBufferBase):
 
     @property
     def nbytes(self) -> int:
-        """Anonymous memory held, in bytes."""
         return self.data.held_bytes + self.indices.held_bytes
 
     def gather(
@@ -57,7 +56,6 @@ class CSRRowBuffer(RowBufferBase):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
         if (converts(held, out.dtype) or can_round(held, out.dtype)) and self._scatter(positions, out, columns):
@@ -209,7 +207,6 @@ class CSRRowBuffer(RowBufferBase):
         return CSRRowBuffer.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order, without copying their values."""
         result = super().reordered(order)
         result._block = None
         result.lengths = result.lengths[order]

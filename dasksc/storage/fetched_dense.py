@@ -41,7 +41,6 @@ class DenseRowBuffer(RowBufferBase):
 
     @property
     def nbytes(self) -> int:
-        """Anonymous memory held, in bytes."""
         return self.values.held_bytes
 
     def gather(
@@ -51,7 +50,6 @@ class DenseRowBuffer(RowBufferBase):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` into `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         if columns is None and self.column_maps is None and can_round(self.values.dtype, out.dtype):
             bits, like, infinity = written(out, self.values.like)
@@ -119,7 +117,6 @@ class DenseRowBuffer(RowBufferBase):
         columns: Columns | None = None,
         empty: Empty = buffers.empty,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return the nonzeros of the rows at `positions` as ``(indptr, indices, data)``."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         n_vars = self.shape[1] if columns is None else len(columns)
         held = self._held_dtype
@@ -182,7 +179,6 @@ class DenseRowBuffer(RowBufferBase):
         return DenseRowBuffer.of_block, (self.label, self.rows, self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
-        """Return the same rows in another order, without copying their values."""
         result = super().reordered(order)
         result._block = None
         result.values = result.values.ordered(order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -41,7 +42,6 @@ class RowBufferBase:
         self.dtype = dtype
         self.origins = origins
         self.column_maps = None if origins is None else origins.maps
-        self._kept_maps: NDArray[np.int32] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,22 +57,18 @@ class RowBufferBase:
         result = object.__new__(type(self))
         result.__dict__.update(self.__dict__)
         result.rows = self.rows[order]
-        result._kept_maps = None
+        result.__dict__.pop("_maps", None)
         if self.origins is not None:
             result.origins = replace(self.origins, numbers=self.origins.numbers[order])
         return result
 
-    @property
+    @cached_property
     def _maps(self) -> NDArray[np.int32]:
         """Index of the column map of each row, shape (n_rows,), int32."""
-        # Computed on first use and cached for the other batches.
-        if self._kept_maps is None:
-            origins = self.origins
-            if origins is None or origins.maps is None:
-                self._kept_maps = np.zeros(self.shape[0], dtype=np.int32)
-            else:
-                self._kept_maps = origins.maps.which[origins.numbers]
-        return self._kept_maps
+        origins = self.origins
+        if origins is None or origins.maps is None:
+            return np.zeros(self.shape[0], dtype=np.int32)
+        return origins.maps.which[origins.numbers]
 
     def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
         """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value."""

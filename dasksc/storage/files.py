@@ -67,28 +67,14 @@ _MOST_MAPPED = 2**14
 _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
 # Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
-# Flags for opening a file to read; the available flags differ on Windows.
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-# Windows has no call that reads at an offset, so threads take turns to use the file position. It has no fork either.
-_position = threading.Lock()
 
-
-def _libc_with_mmap() -> Any:
-    """Return the C library of this process; None if it has no ``mmap`` (Windows)."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    except (AttributeError, OSError, TypeError):
-        return None
-    return libc
-
-
-_libc = _libc_with_mmap()
-# Address of pread for the compiled function `read_ranges`; used only with direct reads, which only Linux has.
-_pread = np.uint64(0 if _libc is None else ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
-_madvise = np.uint64(0 if _libc is None else ctypes.cast(_libc.madvise, ctypes.c_void_p).value or 0)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+# Addresses for the compiled functions `read_ranges` and `advise_ranges`.
+_pread = np.uint64(ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
+_madvise = np.uint64(ctypes.cast(_libc.madvise, ctypes.c_void_p).value or 0)
 
 # Network file systems. A page fault on them waits for the network, and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -111,7 +97,6 @@ class LocalFile:
 
     @property
     def path(self) -> str:
-        """Path of the file."""
         return self.identity.path
 
     @property
@@ -244,8 +229,6 @@ class LocalFile:
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
         if should_map(use_mmap) and places:
-            if max(stop for _, stop in places) > self.identity.size:
-                raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes. {_REMEDY}")
             memory = self.mapped().data
             for begin, stop in places:
                 yield memory[begin:stop]
@@ -291,9 +274,8 @@ class LocalFile:
 def advise_mapped(addresses: NDArray[np.uint64], sizes: NDArray[np.int64]) -> None:
     """Ask the kernel to read ranges of memory maps into the page cache, without waiting for it."""
     # Unlike `LocalFile.advise`, this needs no open file, and one call serves many files.
-    if _madvise:
-        limits = _ADVICE_GAP_BYTES, _ADVICE_BYTES, mmap.PAGESIZE
-        advise_ranges(_madvise, addresses.view(np.int64), sizes, *limits)
+    limits = _ADVICE_GAP_BYTES, _ADVICE_BYTES, mmap.PAGESIZE
+    advise_ranges(_madvise, addresses.view(np.int64), sizes, *limits)
 
 
 class _Mapping(threading.local):
@@ -334,21 +316,11 @@ def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = 
     # Fewer bytes are read at the end of the file. Default of `enough`: the length of `into`.
     done = 0
     while done < (len(into) if enough is None else enough):
-        n = _read_some(number, offset + done, into[done:])
+        n = os.preadv(number, [into[done:]], offset + done)
         if n == 0:
             break
         done += n
     return done
-
-
-def _read_some(number: int, offset: int, into: memoryview) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(number, [into], offset)
-    with _position:
-        os.lseek(number, offset, os.SEEK_SET)
-        data = os.read(number, len(into))
-    into[: len(data)] = data
-    return len(data)
 
 
 def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
@@ -369,7 +341,7 @@ class _Descriptor:
     """Open file descriptor that is closed when the object is garbage-collected."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
-        self.number = os.open(path, _READ_FLAGS | flags)
+        self.number = os.open(path, os.O_RDONLY | flags)
         weakref.finalize(self, os.close, self.number)
 
 
@@ -382,7 +354,7 @@ _mapped: deque[weakref.ref[LocalFile]] = deque()
 class _Map:
     """Memory map of a file; the map exists as long as this object is referenced."""
 
-    # Python's own maps also keep the file open, so they are used only if the C library has no ``mmap``.
+    # Python's own maps also keep the file open.
 
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size
@@ -390,10 +362,6 @@ class _Map:
             raise CorruptDataError(
                 f"{identity.path} was truncated after it was opened, when it had {size} bytes. {_REMEDY}"
             )
-        if _libc is None:
-            self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""
-            self.__array_interface__ = np.frombuffer(self._map, dtype=np.uint8).__array_interface__
-            return
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor.number, 0)
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()

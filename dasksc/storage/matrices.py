@@ -68,7 +68,6 @@ class CSRMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes."""
         indptr, *of_values = self.arrays
         mean = of_values[0].shape[0] / max(1, self.shape[0])
         sizes = [mean * memory_dtype(array.dtype).itemsize for array in of_values]
@@ -85,7 +84,6 @@ class CSRMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
         _, indices, data = self.arrays
@@ -154,7 +152,6 @@ class DenseMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes."""
         values = self.arrays[0]
         stride = row_bytes(values)
         return FetchCost(
@@ -166,7 +163,6 @@ class DenseMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         try:
             values = self.arrays[0].locate(rows, rows + 1)

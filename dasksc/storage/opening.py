@@ -24,7 +24,6 @@ from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.safety.hdf5_links import check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
@@ -47,11 +46,7 @@ def open_matrix(
     with _naming_errors(path, key):
         if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
             return matrix_in(ZarrFile(path), key, use_mmap=use_mmap, cache=cache)
-        file = hdf5_file(path, cache=cache)
-        root = file.open()
-        folder = os.path.dirname(path) if isinstance(path, str) else None
-        check_path(root, file.path, key.strip("/"), folder=folder)
-        return matrix_in(file, key, use_mmap=use_mmap)
+        return matrix_in(hdf5_file(path, cache=cache), key, use_mmap=use_mmap)
 
 
 def matrix_in(
@@ -64,9 +59,17 @@ def matrix_in(
 ) -> Matrix:
     """Open one matrix of an open file whose links have been checked; `attributes` replace those of its group."""
     with _naming_errors(file.path, key):
-        if isinstance(file, ZarrFile):
-            return _in_zarr(file, key.strip("/"), use_mmap=use_mmap, cache=cache)
-        return _in_hdf5(file, key.strip("/"), use_mmap=use_mmap, attributes=attributes)
+        key = key.strip("/")
+        root = file.root()
+        if key not in root:
+            raise MissingKeyError(f"{file.path} has no {key!r}")
+        item = root[key]
+        return _matrix(
+            f"{file.path}:/{key}",
+            attributes=dict(item.attrs) if attributes is None else attributes,
+            members=None if isinstance(item, h5py.Dataset | zarr.Array) else list(item.keys()),
+            array=lambda member: _array_at(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap, cache=cache),
+        )
 
 
 def hdf5_file(path: str | RemoteLocation, *, cache: Cache | None) -> H5File:
@@ -121,55 +124,20 @@ def as_matrix(array: Any, label: str) -> Matrix:
     return csr_in_memory(array, label)
 
 
-def _in_hdf5(file: H5File, key: str, *, use_mmap: UseMmap, attributes: Mapping[str, Any] | None) -> Matrix:
-    root = file.open()
-    if key not in root:
-        raise MissingKeyError(f"{file.path} has no {key!r}")
-    item = root[key]
-    return _matrix(
-        f"{file.path}:/{key}",
-        attributes=dict(item.attrs) if attributes is None else attributes,
-        is_array=isinstance(item, h5py.Dataset),
-        members=list(item) if isinstance(item, h5py.Group) else [],
-        array=lambda member: _hdf5_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap),
-    )
-
-
-def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
-    """Return an array that is read directly if its layout is supported, otherwise through h5py."""
-    array = H5Array(file, name)
+def _array_at(file: H5File | ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | None) -> StoredArray:
+    """Return an array that is read directly if its layout is supported, otherwise through h5py or zarr-python."""
+    array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
     try:
-        return hdf5_layout.direct_array(file.file, file.open()[name], label=array.label, use_mmap=use_mmap)
-    except UnknownLayoutError as reason:
-        _log_slow(array, "h5py", reason)
-        return array
-
-
-def _in_zarr(file: ZarrFile, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
-    root = file.root()
-    if key not in root:
-        raise MissingKeyError(f"{file.path} has no {key!r}")
-    item = root[key]
-    return _matrix(
-        f"{file.path}:/{key}",
-        attributes=dict(item.attrs),
-        is_array=isinstance(item, zarr.Array),
-        members=list(item.keys()) if isinstance(item, zarr.Group) else [],
-        array=lambda member: _zarr_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap, cache=cache),
-    )
-
-
-def _zarr_array(file: ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | None) -> StoredArray:
-    """Return an array that is read directly if its layout is supported, otherwise through zarr-python."""
-    array = ZarrArray(file, name)
-    try:
+        if isinstance(file, H5File):
+            return hdf5_layout.direct_array(file.file, file.root()[name], label=array.label, use_mmap=use_mmap)
         if isinstance(file.path, RemoteLocation):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
         if is_zip(file.path):
             return zipped_array(ZipArchive.of(file.path), name, label=array.label, use_mmap=use_mmap)
         return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
-        _log_slow(array, "zarr-python", reason)
+        library = "h5py" if isinstance(file, H5File) else "zarr-python"
+        logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)
         return array
 
 
@@ -177,12 +145,11 @@ def _matrix(
     label: str,
     *,
     attributes: Mapping[str, Any],
-    is_array: bool,
-    members: list[str],
+    members: list[str] | None,
     array: Callable[[str], StoredArray],
 ) -> Matrix:
-    """Return the matrix at `label`; ``array("")`` opens the array at `label`, ``array("data")`` one of its members."""
-    if is_array:
+    """Return the matrix at `label`; ``array("data")`` opens a member, or ``array("")`` the array itself."""
+    if members is None:
         values = array("")
         return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, attributes, label))
     # AnnData before 0.7 wrote attributes named h5sparse_*.
@@ -216,10 +183,6 @@ def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -
     _check_numeric(converted, label)
     # The attribute must not select a type that cannot represent the stored values.
     return logical_dtype(np.promote_types(stored, converted))
-
-
-def _log_slow(array: StoredArray, library: str, reason: UnknownLayoutError) -> None:
-    logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)
 
 
 def _check_numeric(dtype: np.dtype[Any], label: str) -> None:

@@ -25,6 +25,7 @@ class ReorderedMatrix:
     def __init__(self, matrix: Matrix, rows: NDArray[np.int64]) -> None:
         if len(rows) and (rows.min() < 0 or rows.max() >= matrix.shape[0]):
             raise InputError(f"{matrix.label}: rows must lie in [0, {matrix.shape[0]})")
+        self.parts = (matrix,)
         self._matrix = matrix
         self._rows = rows
         self.shape = len(rows), matrix.shape[1]
@@ -32,11 +33,6 @@ class ReorderedMatrix:
         self.layout: Layout = matrix.layout
         self.dtype: np.dtype[Any] = matrix.dtype
         self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
-
-    @property
-    def parts(self) -> tuple[Matrix, ...]:
-        """Underlying matrix, as a tuple."""
-        return (self._matrix,)
 
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
@@ -48,7 +44,6 @@ class ReorderedMatrix:
         return self._matrix.cost
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
         if not np.any(wanted[1:] < wanted[:-1]):
             return self._matrix.fetch(wanted)

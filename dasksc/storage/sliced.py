@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,8 @@ __all__ = ["SlicedArray"]
 _SLICE_BYTES = 8 * 2**20
 
 
-class ReadSlice(Protocol):
-    """Function that fills an array with the elements ``[start, stop)`` along the first axis."""
-
-    def __call__(self, start: int, stop: int, *, into: NDArray[Any]) -> None: ...
+ReadSlice: TypeAlias = Callable[[int, int, NDArray[Any]], None]
+"""Function of `start`, `stop` and an array, which it fills with the elements ``[start, stop)`` along the first axis."""
 
 
 class SlicedArray:
@@ -33,16 +31,11 @@ class SlicedArray:
         self.label = label
         self.shape = shape
         self.dtype = dtype
+        self.chunk_length = chunk if chunk > 1 else 0
         self._chunk = chunk
         self._gap_bytes = gap_bytes
 
-    @property
-    def chunk_length(self) -> int:
-        """Length of a chunk along the first axis; 0 if there are no chunks."""
-        return self._chunk if self._chunk > 1 else 0
-
     def held_share(self, run: float) -> float:
-        """Return 1, since exactly the requested runs are copied and kept."""
         return 1.0
 
     @property
@@ -69,7 +62,7 @@ class SlicedArray:
             into = part if after == first + 1 else np.empty((stop - start, *self.shape[1:]), part.dtype)
             try:
                 with reading():  # includes decoding, which the library does not separate
-                    read(start, stop, into=into)
+                    read(start, stop, into)
             # Codecs may raise any exception, such as RuntimeError (Blosc) or zlib.error (gzip).
             except Exception as error:
                 if not caused_by_data(error):

@@ -21,6 +21,7 @@ class SummedMatrix:
     """Selected columns of a matrix, some of which are summed. Rows are computed when they are fetched."""
 
     def __init__(self, matrix: Matrix, columns: Columns) -> None:
+        self.parts = (matrix,)
         self._matrix = matrix
         self._columns = columns
         self.shape = matrix.shape[0], len(columns)
@@ -29,11 +30,6 @@ class SummedMatrix:
         self.dtype: np.dtype[Any] = matrix.dtype
         # Sums of integers have 64 bits, since their own type may be too narrow.
         self.stored_dtype: np.dtype[Any] = sum_dtype(matrix.stored_dtype)
-
-    @property
-    def parts(self) -> tuple[Matrix, ...]:
-        """Underlying matrix, as a tuple."""
-        return (self._matrix,)
 
     @property
     def cost(self) -> FetchCost:
@@ -52,7 +48,6 @@ class SummedMatrix:
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         fetched = self._matrix.fetch(rows)
         every = np.arange(len(rows), dtype=np.int64)

@@ -46,23 +46,25 @@ class PlainArray:
         self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
         self._row_bytes = row_bytes(self)
         self._use_mmap = use_mmap
-        # Extents that are contiguous in the file are joined.
         written = offsets >= 0
-        follows = (offsets[1:] == offsets[:-1] + np.diff(firsts) * self._row_bytes) & written[:-1]
-        follows |= ~written[1:] & ~written[:-1]
-        keep = np.concatenate((np.ones(min(len(firsts), 1), dtype=bool), ~follows))
-        self._firsts, self._offsets = firsts[keep], offsets[keep]
-        ends = offsets + np.diff(firsts, append=shape[0]) * self._row_bytes
+        ends = offsets + (np.append(firsts[1:], shape[0]) - firsts) * self._row_bytes
         if len(ends) and ends[written].max(initial=0) > file.identity.size:
             raise CorruptDataError(
                 f"{label} ends at byte {ends.max()}, but the file has {file.identity.size} bytes: it is truncated. "
                 "Copy or download it again."
             )
+        if len(firsts) > 1:
+            # Extents that are contiguous in the file are joined.
+            follows = (offsets[1:] == ends[:-1]) & written[:-1]
+            follows |= ~written[1:] & ~written[:-1]
+            keep = np.concatenate(([True], ~follows))
+            firsts, offsets = firsts[keep], offsets[keep]
+        self._firsts, self._offsets = firsts, offsets
 
     @property
-    def is_local(self) -> bool:
-        """True if the array is in a local file."""
-        return isinstance(self._file, LocalFile)
+    def file(self) -> LocalFile | RemoteFile:
+        """File of the array."""
+        return self._file
 
     @property
     def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -91,7 +93,6 @@ class PlainArray:
         return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the memory addresses of runs; see `StoredArray.locate`."""
         # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
             self._file.require_unchanged()

@@ -69,10 +69,7 @@ class Checkpoints:
         return path
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint. All ranks must call this method.
-
-        ``state["values"]`` has the monitored metric of each step that is a candidate for the best checkpoints.
-        """
+        """Write a checkpoint; ``state["values"]`` rates the candidates for the best. All ranks call this method."""
         path = self.path_of(step)
         partial = path.with_name(path.name + ".partial")
         unwritten = f"the checkpoint {path} cannot be written"
@@ -108,11 +105,7 @@ class Checkpoints:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, made: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Load model, optimizer and random states, and return the remaining state. All ranks must call this method.
-
-        The optimizer keeps its constructor arguments, such as ``weight_decay``; its other state comes from the
-        checkpoint. `made` has the names and arguments of model and optimizer, as in the state.
-        """
+        """Load model, optimizer and random states, and return the remaining state. All ranks call this method."""
         state = read_state(path)
         saved = _metadata(path)
         tensors = _tensors_of(model, optimizer)
@@ -126,6 +119,7 @@ class Checkpoints:
                     f"differ in {', '.join(tensor) or 'the name'}. Restore these values (n_genes, n_labels and the "
                     "like come from the data), or start anew in another training.checkpoint_dir"
                 )
+        # The optimizer keeps its constructor arguments, such as weight_decay.
         kept = [
             {name: group[name] for name in inspect.signature(type(optimizer)).parameters if name in group}
             for group in optimizer.param_groups

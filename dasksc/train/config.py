@@ -7,7 +7,6 @@ checked without importing torch, anndata or numba.
 
 from __future__ import annotations
 
-import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +25,21 @@ from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fs
 
 __all__ = ["Config", "add_sections", "created", "found", "keys_of"]
 
-_OWN = "dasksc.train.sections"
+_SECTIONS = "dasksc.train.sections"
+_PATHS = str | list[str] | dict[str, str]
+# Keys of a section in addition to the parameters of a function.
+_ADDED = {
+    "scDataset": (
+        Parameter("path", _PATHS, REQUIRED, "Path of the atlas; a list, dict, pattern or directory for several"),
+        Parameter("pin_memory", bool | None, None, "Gather batches into pinned memory; null: on a GPU"),
+    ),
+    "split": (Parameter("share", float, 0.1, "Share of the rows to hold out; with by or conditions, of their values"),),
+    "predict": (
+        Parameter("path", _PATHS | None, None, "Path of the atlas to read, with all of its cells; null: data.path"),
+        Parameter("method", str | None, None, "Method of the model; null: embed if it has one, else the model itself"),
+        Parameter("batch_size", int | None, None, "Rows of a batch, per rank; null: data.batch_size"),
+    ),
+}
 # Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
 _OF_RUN = {
     *("data", "data_collection", "dataset", "model", "strategy", "label_key", "rank", "world_size", "device", "group"),
@@ -110,11 +123,10 @@ class Config:
 def add_sections(parser: Parser) -> None:
     """Add ``--config``, and an option for each key of a configuration."""
     parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help="YAML file with the keys below")
-    own = {one.name for one in parameters_of(f"{_OWN}:Data")}
-    parser.add_options(f"{_OWN}:Data", prefix="data.", title="data")
-    parser.add_options("scDataset", prefix="data.", skip=(_OF_RUN | own) - {"progress"}, fetch_factor=64)
+    skipped = (_OF_RUN | {"pin_memory", "equal_ranks"}) - {"progress"}
+    parser.add_options("scDataset", *_ADDED["scDataset"], prefix="data.", skip=skipped, title="data", fetch_factor=64)
     parser.add_options("open", prefix="data.open.", skip=_OF_RUN | {"obs", "mmap"})
-    parser.add_options(f"{_OWN}:Training", prefix="training.", skip={"optimizer"}, title="training")
+    parser.add_options(f"{_SECTIONS}:Training", prefix="training.", skip={"optimizer"}, title="training")
     named, section = str | dict[str, Any], dict[str, Any] | None
     parser.add_argument("--data.strategy", type=named, default="block_shuffling", help="Strategy and its arguments")
     parser.add_argument("--data.validation", type=float | bool | section, help="Share, or arguments of dasksc.split")
@@ -148,7 +160,7 @@ def _checked_config(options: Any) -> Config:
         validation = {"share": data.validation} if isinstance(data.validation, float | int) else data.validation
         if "hold_out" in validation and "share" in validation:
             raise InputError("data.validation: hold_out and share both select the validation rows; give one of them")
-        data.validation = _checked("data.validation", validation, f"{_OWN}:Validation", "split")
+        data.validation = _checked("data.validation", validation, "split")
     model = _as_dict(options.model)
     if model.get("name") == "vae":
         model |= {"name": "autoencoder", "variational": True}
@@ -164,10 +176,10 @@ def _checked_config(options: Any) -> Config:
     scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict
     optimizer = {"name": "adamw"} | _as_dict(training["optimizer"])
     training["optimizer"] = _named("training.optimizer", optimizer, OPTIMIZERS)
-    training["scheduler"] = Scheduler(**_checked("training.scheduler", scheduler, f"{_OWN}:Scheduler"))
-    training["fsdp"] = None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_OWN}:Fsdp"))
+    training["scheduler"] = Scheduler(**_checked("training.scheduler", scheduler, f"{_SECTIONS}:Scheduler"))
+    training["fsdp"] = None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_SECTIONS}:Fsdp"))
     if predict is not None:
-        predict = _checked("predict", predict, f"{_OWN}:Predict", "predict")
+        predict = _checked("predict", predict, "predict")
     return Config(data=data, model=model, training=Training(**training), tokenizer=tokenizer, predict=predict)
 
 
@@ -189,15 +201,16 @@ def _named(key: str, given: Any, known: Mapping[str, str]) -> dict[str, Any]:
     return {"name": name, **_checked(key, section, known[name].removeprefix("dasksc:"))}
 
 
-def keys_of(*signatures: str) -> dict[str, Parameter]:
-    """Return the keys of a section of a configuration, which are parameters of one or more signatures."""
+def keys_of(name: str) -> dict[str, Parameter]:
+    """Return the keys of a section of a configuration, which are parameters of a function or class and a few more."""
     hidden = _OF_RUN - {"label_key"}
-    return {one.name: one for name in signatures for one in parameters_of(name) if one.name not in hidden}
+    known = (*_ADDED.get(name, ()), *parameters_of(name))
+    return {one.name: one for one in known if one.name not in hidden}
 
 
-def _checked(key: str, given: Mapping[str, Any], *signatures: str) -> dict[str, Any]:
-    """Return the options of a section with the types of the parameters of signatures."""
-    known, checked = keys_of(*signatures), {}
+def _checked(key: str, given: Mapping[str, Any], signature: str) -> dict[str, Any]:
+    """Return the options of a section with the types of the parameters of a function or class."""
+    known, checked = keys_of(signature), {}
     for name, value in given.items():
         if name not in known:
             raise InputError(
@@ -227,10 +240,6 @@ def found(name: str, known: Mapping[str, str], *, what: str) -> Any:
 def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str) -> Any:
     """Call a class with arguments of a section of the configuration, which errors name."""
     try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        raise InputError(f"{what}: {getattr(make, '__name__', make)} has {error}") from error
-    try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{what} has an invalid value: {error}") from error
+        raise InputError(f"{what}: {error}") from error

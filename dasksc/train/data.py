@@ -8,27 +8,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.loader.binding import reason_for_no_batches
 from dasksc.train.config import Config, created, found
 from dasksc.train.sections import STRATEGIES, TOKENIZERS
 
 __all__ = ["DataSets", "make_datasets", "opened", "tokens_of"]
 
 # Keys of the section `data` that are no arguments of scDataset.
-_OWN = {"path", "open", "strategy", "validation", "equal_ranks", "progress"}
+_OWN = {"path", "open", "strategy", "validation", "progress"}
 
 
 class DataSets(NamedTuple):
-    """Data sets of a training run, values that constructors of models may request, and the table of the split."""
+    """Data sets of a training run, and values that constructors of models may request."""
 
     training: scDataset
     validation: scDataset | None
     facts: dict[str, Any]
-    split_table: pd.DataFrame | None
 
 
 def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: bool = False) -> Any:
@@ -55,16 +54,14 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     adata = opened(data.path, data, _columns(obs, data, weights))
     if isinstance(weights, str):
         strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
-    held_out = table = None
+    held_out = None
     if split is not None:
         if "indices" in strategy:
             raise InputError(
                 "data.strategy.indices and data.validation both select the training rows; give one of them"
             )
         rows = None if data.filter is None else dasksc.rows_where(adata, data.filter)
-        parts = _split(adata, split, rows)
-        strategy["indices"], held_out = parts.values()
-        table = getattr(parts, "table", None)
+        strategy["indices"], held_out = _split(adata, split, rows).values()
         if isinstance(weights, str):
             strategy["weights"] = strategy["weights"][strategy["indices"]]
 
@@ -86,14 +83,10 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     made: SamplingStrategy = created(strategy_class, strategy, what="data.strategy")
     training = scDataset(adata, made, progress=data.progress and rank == 0, **options)
     if not len(training):
-        raise InputError(
-            f"an epoch has no batch: with data.drop_last=true, {made.get_len(adata)} rows are too few for a batch of "
-            f"{data.batch_size} on every rank ({training.world_size} in total). Lower data.batch_size, or set "
-            "data.drop_last=false"
-        )
+        raise InputError(f"an epoch has no batch: {reason_for_no_batches(training.plan())}")
     facts = _facts(training, adata, label, tokens, options["genes"])
     if split is None:
-        return DataSets(training, None, facts, None)
+        return DataSets(training, None, facts)
 
     if training.gene_match is not None:
         options["genes"] = list(training.gene_match.names)
@@ -104,7 +97,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
             f"only {n_rows} rows are held out, fewer than the {validation.world_size} ranks; raise "
             "data.validation.share so that each rank has at least one row"
         )
-    return DataSets(training, validation, facts, table)
+    return DataSets(training, validation, facts)
 
 
 def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:
@@ -130,11 +123,8 @@ def _split(adata: Any, split: Mapping[str, Any], rows: Any = None) -> dict[str, 
 
 
 def _each_once(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
-    """Return the strategy of validation, which draws each held-out row once.
-
-    If training uses `CellSets`, validation also draws sets, whose controls come from the whole atlas.
-    """
-    if isinstance(strategy, dasksc.CellSets):
+    """Return the strategy of validation, which draws each held-out row once."""
+    if isinstance(strategy, dasksc.CellSets):  # controls come from the whole atlas
         controls = None if strategy.control is None else slice(None)
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
         return replace(strategy, indices=held_out, control_indices=controls, **changes)

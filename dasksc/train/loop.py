@@ -83,13 +83,11 @@ class _Run:
         for name in training.loggers:
             imported(name)  # so that all ranks raise an error
         self.folder = Path(training.checkpoint_dir)
-        self.dataset, self.validation, facts, split_table = make_datasets(config, device=ranks.device, rank=ranks.rank)
+        self.dataset, self.validation, facts = make_datasets(config, device=ranks.device, rank=ranks.rank)
         unwritten = f"training.checkpoint_dir={training.checkpoint_dir!r} cannot be written"
         ranks.on_rank_zero(lambda: self.folder.mkdir(parents=True, exist_ok=True), unwritten)
         if ranks.rank == 0:
             say(f"writing checkpoints, metrics.csv and model.pt to {self.folder.absolute()}")
-            if split_table is not None:
-                say(f"cells trained on and held out:\n{split_table.to_string(max_rows=40)}")
 
         model_class = found(config.model["name"], MODELS, what="model.name")
         accepted = inspect.signature(model_class).parameters
@@ -209,10 +207,7 @@ class _Run:
         self.epoch += not n_left
 
     def _take_step(self, group: list[Any], means: Means) -> dict[str, Any]:
-        """Compute the gradient of a step, update the parameters, and return metrics of the step.
-
-        Batches are weighted by ``n`` of the model output or, without it, by their number of rows.
-        """
+        """Take a step with batches weighted by ``n`` of the model or their number of rows; return metrics of it."""
         sizes = [batch_length(batch) for batch in group]
         # The sum of `n` over all ranks is known only after the last batch of the step; until then all ranks divide by
         # the same constant.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -140,27 +139,17 @@ def imported(logger: str) -> Any:
 
 def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> Iterator[Callable[[Row], Any]]:
     """Yield a function for each logger of a configuration, except the CSV file, which every run writes."""
-    for name in dict.fromkeys(config.training.loggers):
-        module = imported(name)
-        if name == "stdout":
-            yield lambda row: say(_line(row))
-        elif name == "tensorboard":
-            writer = module.SummaryWriter(str(Path(config.training.checkpoint_dir) / name))
-            closing.callback(writer.close)
-            yield partial(_to_tensorboard, writer)
-        elif name == "wandb":
-            run = module.init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
-            closing.callback(run.finish)
-            yield partial(_to_wandb, run)
-
-
-def _to_tensorboard(writer: Any, row: Row) -> None:
-    for name, value in row.items():
-        writer.add_scalar(name, value, row["step"])
-
-
-def _to_wandb(run: Any, row: Row) -> None:
-    run.log(dict(row), step=row["step"])
+    names = config.training.loggers
+    if "stdout" in names:
+        yield lambda row: say(_line(row))
+    if "tensorboard" in names:
+        writer = imported("tensorboard").SummaryWriter(str(Path(config.training.checkpoint_dir) / "tensorboard"))
+        closing.callback(writer.close)
+        yield lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in row.items()]
+    if "wandb" in names:
+        run = imported("wandb").init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
+        closing.callback(run.finish)
+        yield lambda row: run.log(dict(row), step=row["step"])
 
 
 def _line(row: Row) -> str:

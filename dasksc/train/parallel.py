@@ -121,11 +121,8 @@ def joined_ranks(training: Training) -> Iterator[Ranks]:
 
 
 def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
-    """Return the rank of this process on its node.
-
-    Launchers may be nested, and an sbatch script gives local rank 0 to every rank that mpirun starts. The number is
-    therefore that of a launcher whose rank and world size are those of `world`.
-    """
+    """Return the rank of this process on its node, from a launcher whose rank and world size are those of `world`."""
+    # Launchers may be nested, and an sbatch script gives local rank 0 to every rank that mpirun starts.
     here = (str(world.rank), str(world.world_size))
     for rank, size, local_rank in LAUNCHERS:
         agrees = rank in environment and size in environment and (environment[rank], size_in(environment, size)) == here
@@ -135,10 +132,8 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
 
 
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
-    """Return the address and port at which the ranks meet, unless the launcher gave them: the first node of Slurm.
-
-    mpirun starts the ranks of a Slurm job in other steps than srun, so its ranks read only the variables of the job.
-    """
+    """Return the address and port at which the ranks meet, unless the launcher gave them: the first node of Slurm."""
+    # mpirun starts the ranks of a Slurm job in other steps than srun, so its ranks read only the variables of the job.
     by_mpi = "OMPI_COMM_WORLD_SIZE" in environment
     job = (environment.get("PMIX_NAMESPACE", "") if by_mpi else "") or environment.get("SLURM_JOB_ID", "")
     nodes = environment.get("SLURM_JOB_NODELIST", "") if job else ""
@@ -199,10 +194,7 @@ def _shard(model: nn.Module, fsdp: Fsdp, ranks: Ranks, dtype: torch.dtype | None
 
 
 def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return the submodules that are gathered separately, inner modules first.
-
-    Each has at least `min_num_params` parameters, not counting those of its submodules in the list.
-    """
+    """Return submodules with `min_num_params` parameters of their own to gather separately, inner ones first."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     attentions = [one for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
     # MultiheadAttention uses the parameters of its submodules directly, without calling them.
@@ -238,11 +230,7 @@ def _mesh(fsdp: Fsdp, ranks: Ranks) -> DeviceMesh:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each repeated block of a model in the backward pass instead of storing its activations.
-
-    The blocks are the elements of the outermost ``ModuleList``s, or the children of a model that has none. Names of
-    parameters do not change.
-    """
+    """Recompute each element of the outermost ``ModuleList``s, or child of a model without, in the backward pass."""
     for block in list(_blocks(model)) or list(model.children()):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 

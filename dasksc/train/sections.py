@@ -11,18 +11,7 @@ from typing import Any, Literal
 
 from dasksc.errors import InputError
 
-__all__ = [
-    "MODELS",
-    "OPTIMIZERS",
-    "STRATEGIES",
-    "TOKENIZERS",
-    "Data",
-    "Fsdp",
-    "Predict",
-    "Scheduler",
-    "Training",
-    "Validation",
-]
+__all__ = ["MODELS", "OPTIMIZERS", "STRATEGIES", "TOKENIZERS", "Fsdp", "Scheduler", "Training"]
 
 MODELS = {
     "mlp_classifier": "dasksc.train.models:MLPClassifier",
@@ -51,38 +40,6 @@ TOKENIZERS = {"rank_value": "dasksc.transforms.tokens:RankTokens", "value_bins":
 """Classes by the names of tokenizers."""
 
 _Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Section ``data``, in addition to the arguments of `dasksc.scDataset`.
-
-    Parameters
-    ----------
-    path
-        Path of the atlas; a list, dict, pattern or directory for several atlases.
-    equal_ranks
-        Yield the same number of batches on every rank, which training requires.
-    pin_memory
-        Gather batches into pinned memory; null: on a GPU.
-    """
-
-    path: str | list[str] | dict[str, str]
-    equal_ranks: Literal[True] = True
-    pin_memory: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Section ``data.validation``, in addition to the arguments of `dasksc.split`.
-
-    Parameters
-    ----------
-    share
-        Share of the rows to hold out; with `by`, of its values; with `conditions`, of those of each context.
-    """
-
-    share: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,22 +179,3 @@ class Training:
     def loggers(self) -> list[str]:
         """Names of the loggers."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predict:
-    """Section ``predict``, in addition to the arguments of `dasksc.predict`.
-
-    Parameters
-    ----------
-    path
-        Path of the atlas to read; null: `data.path`. Predictions are made for all of its cells.
-    method
-        Method of the model; null: embed if it has one, otherwise the model itself.
-    batch_size
-        Rows of a batch, per rank; null: `data.batch_size`.
-    """
-
-    path: str | list[str] | dict[str, str] | None = None
-    method: str | None = None
-    batch_size: int | None = None

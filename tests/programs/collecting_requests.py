@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 
 import dasksc
-from dasksc.storage.hdf5 import remote
+from dasksc.storage.hdf5 import reader
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 from tests.support.servers import serving
@@ -47,7 +47,7 @@ def main(path: Path) -> None:
             Cycle(path)
 
     RemoteFile.fetch = collecting_fetch
-    remote.BlockReader = ReaderAfterGarbage
+    reader.BlockReader = ReaderAfterGarbage
     with serving(path.parent) as server:
         adata = dasksc.open(f"{server.url}/{path.name}")
     assert gc.isenabled()

@@ -24,8 +24,9 @@ from unittest import mock
 import numpy as np
 
 import dasksc
-from dasksc.conversion import converting, scanning, shards, tables, writing
+from dasksc.conversion import converting, scanning, tables, writing
 from dasksc.conversion.contents import matrices_of
+from dasksc.output import shards
 from dasksc.output import work_folder as workplace
 
 

@@ -24,6 +24,7 @@ import zarr
 import dasksc
 from dasksc.inference import store
 from dasksc.inspection.report import Report
+from dasksc.output import shards
 
 BATCH = 8
 SLEEP_S = 0.01
@@ -39,7 +40,7 @@ def predict(source: str, out: str, key: str, rank: int, world_size: int) -> Repo
     with (
         mock.patch.object(store, "_LEAST_ROWS", 2 * BATCH),
         mock.patch.object(store, "_MOST_ROWS", 2 * BATCH),
-        mock.patch.object(store, "sync"),
+        mock.patch.object(shards, "sync"),
     ):
         return dasksc.predict(
             *(embed, source, out),

@@ -11,13 +11,9 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
-from torch.utils.data import DataLoader
 
 from dasksc import (
     BlockShuffling,
-    MultiIndexable,
-    SamplingStrategy,
-    Streaming,
     scDataset,
 )
 from dasksc.transforms.hooks import adata_to_mindex
@@ -120,52 +116,3 @@ def test_an_ann_collection_of_backed_files(path):
     assert Counter(seen) == dict.fromkeys(range(N_OBS), 2)
     for file in files:
         file.file.close()
-
-
-# Each collection once, and each strategy with arrays, sparse matrices and objects.
-@pytest.mark.parametrize(
-    ("collection", "kind", "dense", "strategy"),
-    [
-        (counts(), np.ndarray, np.asarray, Streaming()),
-        (sp.csr_array(counts()), sp.csr_array, lambda batch: batch.toarray(), Streaming()),
-        (torch.from_numpy(counts()), torch.Tensor, lambda batch: batch.numpy(), BlockShuffling(8)),
-        (pd.DataFrame(counts(), index=np.arange(N_OBS)[::-1]), pd.DataFrame, lambda b: b.to_numpy(), Streaming()),
-        (MultiIndexable(y=np.arange(N_OBS), X=counts()), MultiIndexable, lambda batch: batch["X"], BlockShuffling(8)),
-    ],
-    ids=["numpy", "csr_array", "torch", "pandas", "MultiIndexable"],
-)
-def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, kind, dense, strategy):
-    batches = list(scDataset(collection, strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR))
-    assert all(isinstance(batch, kind) for batch in batches)
-    rows = rows_of(dense(batch) for batch in batches)
-    assert sorted(rows) == list(range(N_OBS))
-    np.testing.assert_array_equal(np.concatenate([dense(batch) for batch in batches]), counts()[rows])
-    if isinstance(strategy, Streaming):
-        assert rows == list(range(N_OBS))
-    if kind is MultiIndexable:
-        assert np.concatenate([batch["y"] for batch in batches]).tolist() == rows
-
-
-class RandomHalf(SamplingStrategy):
-    def __init__(self, indices=None):
-        super().__init__(indices)
-        self._shuffle_before_yield = True
-
-    def get_len(self, data_collection):
-        return len(data_collection) // 2
-
-    def get_indices(self, data_collection, seed=None, rng=None):
-        rng = np.random.default_rng(seed) if rng is None else rng
-        return rng.permutation(len(data_collection))[: len(data_collection) // 2]
-
-
-def test_a_strategy_of_ones_own_works_under_ranks_and_workers():
-    strategy, together = RandomHalf(), []
-    for rank in range(3):
-        dataset = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, rank=rank, world_size=3, seed=3)
-        batches = list(DataLoader(dataset, batch_size=None, num_workers=2))
-        assert len(batches) == len(dataset)
-        together += np.concatenate(batches).tolist()
-    assert len(together) == len(set(together)) == 300
-    alone = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, seed=3)
-    assert sorted(together) == sorted(np.concatenate(list(alone)).tolist())

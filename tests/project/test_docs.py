@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 import dasksc.errors
-from tests.support import sizes
 from tests.support.programs import BLOCK, ROOT
 
 pytestmark = pytest.mark.programs
@@ -86,11 +85,3 @@ def test_a_recorded_tutorial_has_the_programs_of_its_record_and_shows_all_of_the
     assert numbers
     pictures = {path.name for path in RECORDS[page].parent.glob(f"{page.stem}-*.png")}
     assert pictures == set(re.findall(r"\]\(recorded/(\S+\.png)\)", text))
-
-
-def test_the_page_has_the_current_size_of_the_package():
-    def numbers(row):
-        return [int(cell.replace(",", "")) for cell in row.strip("|\n ").split(" | ")[1:]]
-
-    shown = re.search(r"^\| dasksc \|.*$", sizes.TABLE.search(sizes.PAGE.read_text())[0], re.MULTILINE)[0]
-    assert numbers(shown) == pytest.approx(numbers(sizes.own_row()), rel=0.1), "run python -m tests.support.sizes"

@@ -15,8 +15,6 @@ MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
     *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module"),
 )
-# Classes whose members the caller names freely.
-NAMED_BY_CALLERS = {"MultiIndexable", "Batch"}
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +40,6 @@ def test_examples_print_what_they_show(module, demo, tmp_path):
         with examples.demo_folder(demo, tmp_path / name):
             reports += examples.failures_of(thing.__doc__, f"{module}.{name}")
     assert not reports, reports
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_signatures_name_every_parameter(module):
-    unnamed = {}
-    for name, thing in examples.public_things(module).items():
-        parameters = inspect.signature(thing).parameters.values()
-        kinds = [str(one) for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        if kinds and name not in NAMED_BY_CALLERS:
-            unnamed[name] = kinds
-    assert unnamed == {}
 
 
 def test_options_of_a_data_set_are_those_of_its_signature():

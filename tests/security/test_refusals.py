@@ -268,7 +268,7 @@ def test_errors_of_the_operating_system_are_not_reported_as_corruption(tmp_path:
     path = write_store(make_adata(50), tmp_path, "h5ad")
     refused = PermissionError(errno.EACCES, "Permission denied")
     with (
-        mock.patch("dasksc.storage.opening._in_hdf5", side_effect=refused),
+        mock.patch("dasksc.storage.opening._matrix", side_effect=refused),
         pytest.raises(StorageError, match="Permission denied") as caught,
     ):
         open_matrix(path, "X")

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from numpy.typing import NDArray
 
-from dasksc.conversion import converting, shards, writing
+from dasksc.conversion import converting, writing
+from dasksc.output import shards
 from tests.support.data import dense, make_adata
 
 
@@ -64,6 +65,7 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_INDPTR_CHUNK", 8)
     monkeypatch.setattr(writing, "_DENSE_CHUNK_BYTES", 200)
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
+    monkeypatch.setattr("dasksc.conversion.tables._PIECE_ROWS", 25)
     monkeypatch.setattr(converting, "_PIECE_VALUES", 40)
     # Each sync waits for the disk, and no test simulates a power failure, so syncs are disabled.
     monkeypatch.setattr(shards, "sync", lambda file: None)

@@ -17,6 +17,7 @@ import urllib3  # noqa: F401, it binds a socket when it is first imported
 from numba.core import event
 
 import dasksc.conversion
+import dasksc.inference
 import dasksc.loader  # noqa: F401, the first test would import them
 
 __all__ = ["LIMIT_S", "SMOKES"]

@@ -1,4 +1,4 @@
-"""Dask clusters for tests: scheduler and worker processes, and an epoch read through a cluster."""
+"""Dask clusters for tests: scheduler and worker processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import dasksc
 
 START_S = 180.0
-
-
-def rows_of_epoch(path: Path, **options: Any) -> list[int]:
-    dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
-    return [row for batch in dataset for row in batch.index.tolist()]
 
 
 class DaskProcesses:

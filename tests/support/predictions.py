@@ -1,8 +1,7 @@
-"""Predictions of ranks, and the plain loop that they must match."""
+"""Predictions in a store, and the plain loop that they must match."""
 
 from __future__ import annotations
 
-import re
 import warnings
 from pathlib import Path
 
@@ -12,28 +11,8 @@ import torch
 from torch import nn
 
 import dasksc
-from tests.support.data import make_adata
-from tests.support.programs import torchrun
 
-N_OBS, N_VARS, BATCH = 203, 17, 8
-
-
-def write_atlas(folder: Path) -> Path:
-    """Write the atlas whose rows the ranks predict."""
-    path = folder / "atlas.h5ad"
-    make_adata(N_OBS, N_VARS).write_h5ad(path)
-    return path
-
-
-def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how: str) -> None:
-    """Predict on ranks of ``torchrun`` under DDP or FSDP; fail unless `out` equals the result of the plain loop."""
-    printed = torchrun(n_ranks, "predict_ranks.py", atlas, out, how)
-    assert np.array_equal(written(out), plain(atlas, is_whole=how == "ddp"))
-    reports = re.findall(r"^rank (\d): (\d+) cells, True, \(203, \d\)$", printed, re.MULTILINE)
-    assert len(reports) == n_ranks, printed
-    assert sum(int(n) for _, n in reports) == N_OBS
-    # After prediction, `predict` restores the training mode of the model, also inside a DDP wrapper.
-    assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == n_ranks
+BATCH = 8
 
 
 def plain(atlas: Path, *, is_whole: bool) -> np.ndarray:

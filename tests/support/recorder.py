@@ -448,12 +448,13 @@ def batches_of(case: Case, atlas: Atlas) -> str:
 def other_results(atlas: Atlas) -> dict[str, str]:
     """Return digests of the results of functions and objects other than data sets."""
     adata = dasksc.open(atlas.path("csr", "atlas.h5ad"))
+    suggested = dasksc.suggest_parameters(adata, 8, verbose=False)
     found: dict[str, Any] = {
         "split of rows": dasksc.split(adata, seed=SEED),
         "split by donor": dasksc.split(adata, by="donor", fractions=(0.75, 0.25), seed=SEED),
         "split of groups, stratified": dasksc.split(adata, groups="donor", stratify="kind", seed=SEED),
         "rows_where": dasksc.rows_where(adata, FILTER),
-        "estimate_sample_size": dasksc.estimate_sample_size(atlas.path("csr", "atlas.h5ad")),
+        "estimate_sample_size": suggested.system_info.estimated_sample_size_bytes,
     }
     for name, strategy in STRATEGIES.items():
         found[f"get_indices of {name}"] = (strategy.get_len(adata), strategy.get_indices(adata, seed=SEED))

@@ -40,6 +40,8 @@ class Faults:
     headers: dict[str, str] = field(default_factory=dict)
     # Method, path and ``Range`` header of each request.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    # Value of the header ``x-amz-request-payer`` of each request.
+    payers: list[str | None] = field(default_factory=list)
     # Number of bytes in response bodies.
     sent_bytes: int = 0
 
@@ -119,6 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         """Record a request; return its number, and its error status or None."""
         faults = self.server.faults
         faults.requests.append((self.command, path, wanted))
+        faults.payers.append(self.headers.get("x-amz-request-payer"))
         number = next(self.server.numbers)
         if faults.latency_s:
             time.sleep(faults.latency_s)

@@ -51,21 +51,8 @@ def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Return a configuration for one process with dropout, by default with two epochs of 13 steps."""
-    raw: dict[str, Any] = {
-        "data": {
-            "path": str(atlas),
-            "strategy": {"name": "block_shuffling", "block_size": 4},
-            "batch_size": 16,
-            "fetch_factor": 4,
-        },
-        "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
-        "training": {
-            "max_epochs": EPOCHS,
-            "checkpoint_dir": str(folder),
-            "log_every_n_steps": 1,
-            "logger": "csv",
-        },
-    }
+    raw = training(atlas, folder, data__validation=None, data__batch_size=16)
+    del raw["model"]["dropout"], raw["training"]["optimizer"]
     return changed(raw, changes)
 
 
@@ -151,10 +138,6 @@ def train(raw: dict[str, Any], **changes: Any) -> Any:
 def rows_of(folder: Path) -> list[dict[str, float]]:
     with open(folder / "metrics.csv", newline="") as file:
         return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in rows_of(folder) if "loss" in row]
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
+from dasksc.storage.chunked import ChunkTable
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
-__all__ = ["ChunkTable", "chunk_table"]
+__all__ = ["chunk_table"]
 
 # Minimum size of the metadata of a chunk in an HDF5 file.
 _RECORD_BYTES = 8
@@ -43,17 +44,6 @@ _USUAL_HALF = 32
 _NODE_HEADER_BYTES = 24
 # Maximum total size of the nodes that are read together. The entries of the level above are in memory as well.
 _BATCH_BYTES = 2**25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkTable:
-    """Locations of the chunks of a dataset, by row-major number."""
-
-    # offsets, sizes: Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk
-    # that was never written.
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    skipped: NDArray[np.uint32]  # Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32
 
 
 def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTable:

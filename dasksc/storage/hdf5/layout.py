@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import ChunkedArray, TableChunks
+from dasksc.storage.chunked import ChunkedArray, ChunkTable, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
+from dasksc.storage.hdf5.chunk_index import chunk_table
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_item
 from dasksc.storage.uncompressed import PlainArray
@@ -55,13 +55,7 @@ def direct_array(
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(
-                file,
-                offsets=table.offsets,
-                sizes=table.sizes,
-                skipped=table.skipped,
-                use_mmap=use_mmap if file.can_map else False,
-            ),
+            source=TableChunks(file, table, use_mmap=use_mmap),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import weakref
 from typing import Any
 
@@ -11,11 +12,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import StorageError
+from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5.open_errors import open_local
-from dasksc.storage.hdf5.remote import open_remote
+from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
@@ -23,6 +24,8 @@ __all__ = ["H5Array", "H5File"]
 # Runs closer than this are read as one. A separate HDF5 selection costs tens of microseconds. In that time, this many
 # bytes can be copied from the page cache.
 _GAP_BYTES = 64 * 2**10
+# Matches the part of HDF5's error message that gives the file size stored in the header.
+_STATED = re.compile(r"stored_eof = (\d+)")
 
 
 class H5File:
@@ -37,22 +40,59 @@ class H5File:
         return self.__dict__ | {"_opened": None}
 
     def close(self) -> None:
-        """Close the handle of this process; the next call of `open` opens the file again."""
+        """Close the handle of this process; the next call of `root` opens the file again."""
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
             opened[1].close()
 
-    def open(self) -> h5py.File:
+    def root(self) -> h5py.File:
         """Check that the file has not changed, and return the handle of this process."""
         self.file.require_unchanged()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # If threads race, the file is opened more than once, which is harmless. There is no lock, since another
             # thread could hold it during a fork. A handle inherited by a fork belongs to the parent and is not used.
-            opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else open_local(self.path)
+            opened = os.getpid(), _open(self.file)
             weakref.finalize(self, opened[1].close)
             self._opened = opened
         return opened[1]
+
+
+def _open(file: LocalFile | RemoteFile) -> h5py.File:
+    try:
+        root = h5py.File(BlockReader(file) if isinstance(file, RemoteFile) else file.path, "r")
+    except StorageError:
+        raise
+    except OSError as error:
+        raise _open_error(file.path, file.identity.size, error) from error
+    try:
+        if isinstance(file, RemoteFile):
+            check_links(root, file.path, folder=None)
+    except StorageError:
+        root.close()
+        raise
+    return root
+
+
+def _open_error(path: str, n_bytes: int, error: OSError) -> StorageError:
+    """Return the error that explains the `error` raised on opening a file of `n_bytes` bytes."""
+    text = str(error)
+    if "truncated" in text:
+        stated = _STATED.search(text)
+        size = f"{n_bytes:,} of {int(stated[1]):,} bytes" if stated else f"only {n_bytes:,} bytes"
+        return CorruptDataError(f"{path} is truncated: it has {size}. Copy or download it again.")
+    if "unable to lock file" in text:
+        return StorageError(
+            f"{path} is locked: another program has it open for writing, such as a notebook with backed='r+'. Close "
+            "it there, then open it again. On a file system that has no locks, set HDF5_USE_FILE_LOCKING=FALSE in the "
+            f"environment ({error})"
+        )
+    if "signature not found" in text:
+        return StorageError(
+            f"{path} is not an HDF5 file, and not a Zarr group either (nothing is at {path}/zarr.json or "
+            f"{path}/.zgroup). Give the URL of an .h5ad file or of a Zarr store; a zipped store must be unpacked."
+        )
+    return StorageError(f"{path} cannot be opened as HDF5: {error}")
 
 
 def _check_filters(dataset: h5py.Dataset, label: str) -> None:
@@ -75,7 +115,7 @@ class H5Array(SlicedArray):
     """HDF5 dataset, read through h5py."""
 
     def __init__(self, file: H5File, name: str) -> None:
-        dataset = file.open()[name]
+        dataset = file.root()[name]
         super().__init__(
             label=f"{file.path}:/{name}",
             shape=dataset.shape,
@@ -87,11 +127,10 @@ class H5Array(SlicedArray):
         self._name = name
 
     def reader(self) -> ReadSlice:
-        """Check that the file has not changed since it was opened, and return the function that reads slices."""
-        dataset = self._file.open()[self._name]
+        dataset = self._file.root()[self._name]
         _check_filters(dataset, self.label)
 
-        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+        def read(start: int, stop: int, into: NDArray[Any]) -> None:
             if into.size:
                 dataset.read_direct(into, np.s_[start:stop])
 

@@ -6,38 +6,21 @@ import contextlib
 import gc
 import io
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
-import h5py
-
-from dasksc.errors import StorageError
-from dasksc.storage.hdf5.open_errors import open_error
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
-from dasksc.storage.safety.hdf5_links import check_links
+from dasksc.storage.remote.remote_file import REQUEST_BYTES, RemoteFile
 
-__all__ = ["BlockReader", "open_remote"]
+__all__ = ["BlockReader"]
 
-
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Possible offsets of the HDF5 signature, which follows the user block if there is one. An .h5mu file has a user block
-# of 512 bytes.
-_BEGINNINGS = (0, 512, 1024, 2048)
-_HEAD_BYTES = 2048 + len(_SIGNATURE)
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# The columns of obs and var are read sequentially. Each sequential read requests twice as many blocks as the one
-# before, up to this number.
-_LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, but their blocks are requested in no particular order. Every _GROUP_BLOCKS
-# consecutive blocks are a group. The first _MOST_MISSED cache misses in a group read single blocks, and the next one
-# reads the whole group, which takes about one round trip. If a neighboring group was read whole, the first miss reads
-# the whole group.
+# Columns of obs and names of cells lie in regions of many blocks, which HDF5 reads in various orders. If a neighbor of
+# a block is in memory, the whole group of the block is therefore read, which takes about one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
-_MOST_MISSED = 2
 
 
 class _Blocks(OrderedDict[int, memoryview]):
@@ -58,16 +41,11 @@ class BlockReader(io.RawIOBase):
         self._file = file
         self._at = 0
         self._blocks = _blocks_of.setdefault((os.getpid(), file.location.root, file.identity), _Blocks())
-        self._following = (-1, 1)
-        self._missed: Counter[int] = Counter()
-        self._whole: set[int] = set()
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -99,7 +77,9 @@ class BlockReader(io.RawIOBase):
             with contextlib.suppress(KeyError):  # another reader of the object has evicted it
                 self._blocks.move_to_end(number)
             return block
-        first, n_blocks = self._wanted(number)
+        first, n_blocks = number, 1
+        if number - 1 in self._blocks or number + 1 in self._blocks:
+            first, n_blocks = number // _GROUP_BLOCKS * _GROUP_BLOCKS, _GROUP_BLOCKS
         start = first * _BLOCK_BYTES
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
         with _no_collection():
@@ -110,21 +90,6 @@ class BlockReader(io.RawIOBase):
         while len(self._blocks) > _KEPT_BLOCKS:
             self._blocks.popitem(last=False)
         return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
-
-    def _wanted(self, number: int) -> tuple[int, int]:
-        """Return the first block and the number of blocks to read for a missing block."""
-        expected, n_blocks = self._following
-        if number == expected:
-            n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
-            self._following = number + n_blocks, n_blocks
-            return number, n_blocks
-        self._following = number + 1, 1
-        group = number // _GROUP_BLOCKS
-        self._missed[group] += 1
-        if self._missed[group] <= _MOST_MISSED and self._whole.isdisjoint((group - 1, group, group + 1)):
-            return number, 1
-        self._whole.add(group)
-        return group * _GROUP_BLOCKS, _GROUP_BLOCKS
 
 
 @contextlib.contextmanager
@@ -139,25 +104,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def open_remote(file: RemoteFile) -> h5py.File:
-    """Open a remote object as an HDF5 file."""
-    head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
-    if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):
-        raise StorageError(
-            f"{file.path} is not an HDF5 file, and not a Zarr group either (nothing is at {file.path}/zarr.json or "
-            f"{file.path}/.zgroup). Give the URL of an .h5ad file or of a Zarr store; a zipped store must be unpacked."
-        )
-    try:
-        root = h5py.File(BlockReader(file), "r")
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise open_error(file.path, file.identity.size, error) from error
-    try:
-        check_links(root, file.path, folder=None)
-    except StorageError:
-        root.close()
-        raise
-    return root

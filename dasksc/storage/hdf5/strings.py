@@ -18,7 +18,7 @@ from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, should_map
 
-__all__ = ["read_strings", "strings_at", "strings_in_pieces"]
+__all__ = ["packed_at", "read_strings", "split_strings", "strings_at", "strings_in_pieces"]
 
 _REFERENCE_BYTES = 16
 # Number of strings to create at a time.
@@ -70,13 +70,22 @@ def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iter
 
 
 def strings_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[str]:
-    """Return the strings in given byte ranges; surrogates stand for bytes that are not UTF-8."""
+    """Return the strings in given byte ranges."""
+    return split_strings(packed_at(data, starts, sizes), sizes)
+
+
+def packed_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
+    """Return the concatenated bytes of given ranges."""
     packed = np.empty(int(sizes.sum()), dtype=np.uint8)
-    is_ascii = kernels.copy_strings(data, starts, sizes, packed)
+    kernels.copy_strings(data, starts, sizes, packed)
+    return packed.tobytes()
+
+
+def split_strings(packed: bytes, sizes: NDArray[np.int64]) -> list[str]:
+    """Return strings of given sizes in bytes; surrogates stand for bytes that are not UTF-8."""
     ends = np.cumsum(sizes)
     places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
-    if is_ascii:
-        text = packed.tobytes().decode("ascii")
+    if packed.isascii():
+        text = packed.decode("ascii")
         return [text[start:end] for start, end in places]
-    raw = packed.tobytes()
-    return [raw[start:end].decode("utf-8", "surrogateescape") for start, end in places]
+    return [packed[start:end].decode("utf-8", "surrogateescape") for start, end in places]

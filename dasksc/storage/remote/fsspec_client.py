@@ -75,8 +75,6 @@ class FsspecClient:
         self._checked_at: dict[str, float] = {}  # time of the last check of each object
 
     def stat(self, key: str) -> ObjectIdentity:
-        """Return the identity of an object."""
-
         def query(system: Any, path: str) -> ObjectIdentity:
             system.invalidate_cache()
             return self._identity(key, system.info(path))
@@ -97,7 +95,6 @@ class FsspecClient:
         expected: ObjectIdentity | None = None,
         longest: int | None = None,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes [start, stop) of an object of at most `longest` bytes, and its identity."""
         identity = expected or self.stat(key)
         identity.check_size(longest)
         end = identity.size if stop is None else stop
@@ -113,23 +110,7 @@ class FsspecClient:
         identity.check_answer(start, stop, len(data))
         return memoryview(data), identity
 
-    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
-        base = len(self._path(prefix).strip("/"))
-
-        def query(system: Any, path: str) -> dict[str, ObjectIdentity]:
-            system.invalidate_cache()
-            infos = {str(path).strip("/")[base:]: info for path, info in system.find(path, detail=True).items()}
-            return {(key := f"{prefix}{name}"): self._identity(key, infos[name]) for name in sorted(infos) if name}
-
-        try:
-            return self._request(query, prefix)
-        except MissingPathError:  # as in object stores, a missing folder is empty
-            return {}
-
     def children(self, prefix: str) -> list[str]:
-        """Return the names of the entries directly below a prefix, in ascending order."""
-
         def query(system: Any, path: str) -> list[str]:
             system.invalidate_cache()
             return [str(name).strip("/") for name in system.ls(path, detail=False)]
@@ -141,7 +122,6 @@ class FsspecClient:
             return []
 
     def zarr_store(self, prefix: str) -> tuple[Store, str]:
-        """Return a store of zarr-python, and what precedes the keys below `prefix` in it."""
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
         from zarr.storage import FsspecStore
 
@@ -149,14 +129,12 @@ class FsspecClient:
         return FsspecStore(system, read_only=True, path=self._path(prefix)), ""
 
     def is_final(self, error: Exception) -> bool:
-        """Return True for an error that a retry would raise again."""
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return 400 <= status < 500 and status not in (408, 429)
         return isinstance(error, _FINAL)
 
     def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
-        """Return the error, without credentials, for an error of fsspec."""
         path = f"{redact_url(self._root)}{key}"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return MissingPathError(f"there is nothing at {path}")

@@ -40,8 +40,6 @@ _FAILED = re.compile(
     r"^Generic \w+ error: Error performing [A-Z]+ \S+ in ([\d.]+)(\w+)"
     r"(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?\s+- (.+)$"
 )
-# Errors of a HEAD request: bad request, forbidden, not allowed, not implemented, and an answer without the size.
-_HEAD_REFUSED = re.compile(r"status code: (400|403|405|501)\b|Header missing")
 _EMPTY = "status code: 416"
 _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"})
 
@@ -64,12 +62,8 @@ class ObstoreClient:
         self._secrets = secrets_of(root, options)
         self._library = obstore
         self._is_on_web = root.startswith("http")
-        # True once the server has answered GET and not HEAD, such as for a presigned URL.
-        self._refuses_head = False
         try:
             self._store = _store(root, options)
-            # obstore repeats a HEAD request that is answered by 501 until the time limit.
-            self._impatient_store = _store(root, {**options, "retry_config": {"max_retries": 0}})
         except Exception as error:
             if not caused_by_data(error):
                 raise
@@ -82,17 +76,8 @@ class ObstoreClient:
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object."""
-        if self._is_on_web and not self._refuses_head:
-            try:
-                return self._identity(key, self._library.head(self._impatient_store, key))
-            except Exception as error:
-                if not caused_by_data(error):
-                    raise
-                if _HEAD_REFUSED.search(str(error)) is not None:
-                    identity = retry(self, lambda: self._identity(key, self._head_by_get(key)), key)
-                    self._refuses_head = True
-                    return identity
-        head = self._head_by_get if self._refuses_head else lambda key: self._library.head(self._store, key)
+        # Some web servers, and presigned URLs, allow GET requests only.
+        head = self._head_by_get if self._is_on_web else lambda key: self._library.head(self._store, key)
         return retry(self, lambda: self._identity(key, head(key)), key)
 
     def _head_by_get(self, key: str) -> Mapping[str, Any]:
@@ -140,18 +125,16 @@ class ObstoreClient:
         identity.check_answer(start, stop, len(data))
         return data, identity
 
-    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
+    def objects(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the identities of the objects directly below a prefix, by their keys."""
+        return {item["path"]: self._identity(item["path"], item) for item in self._entries(prefix)["objects"]}
 
-        def request() -> dict[str, ObjectIdentity]:
-            found = {item["path"]: item for page in self._library.list(self._store, prefix or None) for item in page}
-            return {key: self._identity(key, found[key]) for key in sorted(found) if key != prefix}
-
-        return retry(self, request, prefix)
+    def _entries(self, prefix: str) -> Any:
+        return retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
 
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""
-        result = retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+        result = self._entries(prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
@@ -193,8 +176,11 @@ class ObstoreClient:
         return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
     def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
+        etag = meta["e_tag"]
+        if etag and not etag.endswith('"'):  # listings of Azure have no quotes
+            etag = f'"{etag}"'
         return ObjectIdentity(
-            path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
+            path=self._path(key), size=meta["size"], etag=etag, modified=meta["last_modified"].isoformat()
         )
 
 

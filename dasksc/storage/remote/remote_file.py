@@ -6,6 +6,7 @@ fill the link.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc import config
+from dasksc.errors import MissingPathError, StorageError
 from dasksc.storage.files import UseMmap
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.obstore_client import ObstoreClient
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ranges", "ranges_of"]
+__all__ = [
+    "AHEAD_BYTES",
+    "REQUEST_BYTES",
+    "RemoteFile",
+    "files_ahead",
+    "identities",
+    "in_order",
+    "ranges_of",
+]
 
 T = TypeVar("T")
 
@@ -35,21 +46,8 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
-
-
-def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, block: int = 0) -> list[list[tuple[int, int]]]:
-    """Split byte ranges into groups, in order; each group is one request."""
-    # Ranges with gaps of at most `gap` are in one group, unless it would be longer than `REQUEST_BYTES`, and so are
-    # ranges in the same block of `block` bytes.
-    groups: list[list[tuple[int, int]]] = []
-    for start, stop in ranges:
-        first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
-        is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
-        if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
-            groups[-1].append((start, stop))
-        else:
-            groups.append([(start, stop)])
-    return groups
+# Objects of a folder of which so many are wanted are listed, a thousand per request.
+_MANY = 32
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
@@ -85,7 +83,10 @@ class RemoteFile:
     def __init__(self, location: RemoteLocation, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
         self.location = location
         self.identity = identity
+        self.path = identity.path
         self._cache = cache
+        # All bytes of the object, while it is opened as one of many.
+        self.content: memoryview | None = None
 
     @classmethod
     def of(cls, location: RemoteLocation, *, cache: Cache | None = None) -> RemoteFile:
@@ -95,11 +96,6 @@ class RemoteFile:
     def uncached(self) -> RemoteFile:
         """Return the object without the cache, which would fetch a whole block for each scattered piece."""
         return RemoteFile(self.location, self.identity)
-
-    @property
-    def path(self) -> str:
-        """Path of the object without credentials, for display."""
-        return self.identity.path
 
     def require_unchanged(self) -> None:
         """Do nothing, since every request checks the version of the object."""
@@ -111,6 +107,8 @@ class RemoteFile:
         """Return bytes [start, stop), from one request or from the cache."""
         if stop <= start:
             return memoryview(b"")
+        if self.content is not None:
+            return self.content[start:stop]
         if self._cache is None:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
@@ -118,16 +116,14 @@ class RemoteFile:
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
         # With a cache, reads alone would not detect that the object has changed since it was opened.
-        checks = [] if self._cache is None else [(self._verify, 0)]
+        checks = [] if self._cache is None else [(self.verify, 0)]
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on."""
         for _ in self.read_into([offset], [into]):
             pass
 
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
-        """Fill each view with the bytes from its offset on, in order; yield after each."""
         pieces = [
             (offset + at, view[at : at + REQUEST_BYTES])
             for offset, view in zip(offsets, views, strict=True)
@@ -143,14 +139,22 @@ class RemoteFile:
             yield
 
     def requests(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Split ranges into groups, each to be requested at once; see `merged_ranges`."""
-        return (
-            merged_ranges(ranges, gap=GAP_BYTES)
-            if self._cache is None
-            else merged_ranges(ranges, gap=0, block=BLOCK_BYTES)
-        )
+        """Split byte ranges into groups, in order; each group is one request."""
+        # Ranges with small gaps are in one group, unless it would be longer than `REQUEST_BYTES`. With a cache, a group
+        # consists of ranges in the same block.
+        gap, block = (GAP_BYTES, 0) if self._cache is None else (0, BLOCK_BYTES)
+        groups: list[list[tuple[int, int]]] = []
+        for start, stop in ranges:
+            first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
+            is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
+            if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
+                groups[-1].append((start, stop))
+            else:
+                groups.append([(start, stop)])
+        return groups
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
+        """Raise an error if the object has changed since it was opened; takes one request."""
         self.identity.compare(self.location.client.stat(self.location.key))
 
     def _request(self, start: int, stop: int) -> memoryview:
@@ -182,3 +186,55 @@ def ranges_of(
     for data in answers:
         for begin, end in cuts.popleft():
             yield data[begin:end]
+
+
+def identities(locations: Sequence[RemoteLocation]) -> list[ObjectIdentity | None]:
+    """Return the identities of objects, None for those that do not exist; folders of many objects are listed."""
+    folders: dict[tuple[str, str], list[RemoteLocation]] = {}
+    for one in locations:
+        folders.setdefault((one.root, one.key.rpartition("/")[0]), []).append(one)
+    found: dict[tuple[str, str], ObjectIdentity | None] = {}
+    for (root, folder), inside in folders.items():
+        client = inside[0].client
+        # Listings of fsspec may state other times than `stat`.
+        if len(inside) >= _MANY and isinstance(client, ObstoreClient) and not inside[0].is_on_web:
+            with contextlib.suppress(StorageError):  # permission to read objects may not include listing them
+                listed = client.objects(folder)
+                found |= {(root, one.key): listed.get(one.key) for one in inside}
+    rest = [one for one in locations if (one.root, one.key) not in found]
+    stats = in_order((partial(_stat, one), 0) for one in rest)
+    found |= {(one.root, one.key): identity for one, identity in zip(rest, stats, strict=True)}
+    return [found[one.root, one.key] for one in locations]
+
+
+def _stat(location: RemoteLocation) -> ObjectIdentity | None:
+    try:
+        return location.client.stat(location.key)
+    except MissingPathError:
+        return None
+
+
+def files_ahead(locations: Sequence[RemoteLocation], *, cache: Cache | None) -> Iterator[RemoteFile | None]:
+    """Yield objects, small ones with their content until the next is requested; None for what must be opened alone."""
+    try:
+        found = identities(locations)
+    except StorageError:
+        found = [None] * len(locations)
+
+    def read(location: RemoteLocation, identity: ObjectIdentity | None) -> tuple[RemoteFile | None, memoryview | None]:
+        if identity is None:
+            return None, None
+        file = RemoteFile(location, identity, cache=cache)
+        try:
+            return file, file.fetch(0, identity.size) if identity.size <= REQUEST_BYTES else None
+        except StorageError:  # opening the object reports it
+            return None, None
+
+    sizes = [0 if one is None or one.size > REQUEST_BYTES else one.size for one in found]
+    calls = zip(locations, found, sizes, strict=True)
+    for file, content in in_order((partial(read, location, identity), size) for location, identity, size in calls):
+        if file is not None:
+            file.content = content
+        yield file
+        if file is not None:
+            file.content = None

@@ -13,7 +13,6 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.platforms import after_fork
 from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.fsspec_client import FsspecClient, split_fsspec_url
 from dasksc.storage.remote.obstore_client import ObstoreClient
@@ -29,17 +28,6 @@ Client: TypeAlias = ObstoreClient | FsspecClient
 
 # Clients, one per process and store, shared by all arrays, tasks and threads.
 _clients: dict[tuple[Any, ...], Client] = {}
-# True in a process forked from one that had a client of obstore, whose threads do not survive a fork: requests would
-# wait for them forever.
-_is_orphaned = False
-
-
-def _after_fork() -> None:
-    global _is_orphaned
-    _is_orphaned = _is_orphaned or any(isinstance(client, ObstoreClient) for client in _clients.values())
-
-
-after_fork(_after_fork)
 
 
 def client_of(root: str, options: Mapping[str, Any]) -> Client:
@@ -53,7 +41,9 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
     client = _clients.get(key)
     if client is None:
         kind = ObstoreClient if urlsplit(root).scheme in SCHEMES else FsspecClient
-        if _is_orphaned and kind is ObstoreClient:
+        # The threads of a client of obstore do not survive a fork: requests would wait for them forever.
+        inherited = (client for (pid, *_), client in list(_clients.items()) if pid != os.getpid())
+        if kind is ObstoreClient and any(isinstance(client, ObstoreClient) for client in inherited):
             raise StorageError(
                 f"{redact_url(root)} cannot be read in a forked process (pid {os.getpid()}), since obstore does not "
                 "work after a fork. Start DataLoader workers with multiprocessing_context='spawn' or 'forkserver', or "
@@ -95,7 +85,6 @@ class RemoteLocation:
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
-        """Return the location of a URL."""
         root, key = _split_url(url)
         if not key:
             raise InputError(f"{redact_url(url)!r} is the URL of a whole bucket or server; add the path of an atlas")
@@ -197,7 +186,6 @@ class RemoteLocation:
 
     @property
     def name(self) -> str:
-        """Last part of the key."""
         return self.key.rpartition("/")[2]
 
     def is_zarr(self) -> bool:

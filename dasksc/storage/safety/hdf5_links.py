@@ -12,7 +12,7 @@ import h5py
 
 from dasksc.errors import StorageError
 
-__all__ = ["check_item", "check_links", "check_path"]
+__all__ = ["check_item", "check_links"]
 
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
@@ -31,17 +31,6 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
     found = root.visititems_links(look)
     if found is not None:
         _refuse(path, found[0], found[1], folder)
-
-
-def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> None:
-    """Raise an error if the path to an object passes through a file outside a folder; see `check_links`."""
-    parts = name.strip("/").split("/")
-    for n in range(1, len(parts) + 1):
-        link = root.get("/".join(parts[:n]), getlink=True)
-        if isinstance(link, h5py.ExternalLink):
-            if not _is_inside(link.filename, folder):
-                _refuse(path, "/".join(parts[:n]), link.filename, folder)
-            return  # the rest of the path is in that file
 
 
 def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, MissingPathError
-from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.errors import CorruptDataError
+from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks, TableChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.remote_file import RemoteFile, in_order
-from dasksc.storage.remote.urls import RemoteLocation
+from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes", "versions_of"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -37,33 +33,6 @@ _NEVER = 2**64 - 1
 At: TypeAlias = tuple[int, ...]
 """Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
-
-
-def versions_of(array: str | RemoteLocation, keys: Iterable[str]) -> str:
-    """Return a digest of the sizes and times, or ETags, of the objects of an array."""
-    # The metadata of an array do not change when its objects do, and folders do not change when a file is written in
-    # place. Web servers are asked for each object, and buckets for a listing.
-    found: Iterable[object]
-    if isinstance(array, str):
-        found = (_version(f"{array}/{key}") for key in keys)
-    elif array.is_on_web:
-        found = in_order([(partial(_version, array.below(key)), 0) for key in keys])
-    else:
-        found = sorted(array.client.listed(array.key).items())
-    hashed = hashlib.blake2b(digest_size=16)
-    for one in found:
-        hashed.update(repr(one).encode())
-    return hashed.hexdigest()
-
-
-def _version(place: str | RemoteLocation) -> object:
-    try:
-        if isinstance(place, RemoteLocation):
-            return place.client.stat(place.key)
-        status = os.stat(place)
-    except (FileNotFoundError, NotADirectoryError, MissingPathError):
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 class ObjectCache(Generic[V]):
@@ -106,9 +75,6 @@ class Objects(Protocol):
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, unless the reads of its objects check this."""
 
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
-
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the stored bytes of each object, or None if it is missing."""
         # Each object is one chunk, which decodes to `n_bytes` bytes.
@@ -126,9 +92,13 @@ class Objects(Protocol):
         """Yield the bytes of ranges, valid until the next one is requested; a group is (file, offsets, sizes)."""
 
 
-def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
-    """Return the array with this layout, whose chunks are in stored objects."""
-    source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
+def chunked_array(objects: Objects | TableChunks, *, layout: ZarrLayout, label: str) -> ChunkedArray:
+    """Return the array with this layout, whose chunks are in stored objects or in a file."""
+    source: ChunkSource
+    if isinstance(objects, TableChunks):
+        source = objects
+    else:
+        source = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
     return ChunkedArray(
         label=label,
         shape=layout.shape,
@@ -143,30 +113,19 @@ class _Chunks:
     """Chunks stored as one object each; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
+        self.working_bytes = objects.working_bytes
         self._objects = objects
         self._grid = layout.grid
         self._n_bytes = math.prod(layout.chunk_shape) * layout.chain.dtype.itemsize
 
-    @property
-    def working_bytes(self) -> int:
-        """See `ChunkSource.working_bytes`."""
-        return self._objects.working_bytes
-
     def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced."""
         self._objects.require_unchanged()
 
-    def versions(self) -> str:
-        """See `ChunkSource.versions`."""
-        return self._objects.versions()
-
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         for data in self._objects.contents(_tuples(np.unravel_index(numbers, self._grid)), n_bytes=self._n_bytes):
             yield data, 0
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks one by one; see `ChunkSource.mapped`."""
         if not self._objects.can_map:
             return None
         return self._objects.mapped(_tuples(np.unravel_index(numbers, self._grid)))
@@ -189,7 +148,6 @@ class _Shards(_Chunks):
         self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         shards = list(self._ranges(numbers))
         groups = [
             (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in shards if file is not None
@@ -200,7 +158,6 @@ class _Shards(_Chunks):
                 yield (next(chunks), 0) if is_written else (None, 0)
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks shard by shard; see `ChunkSource.mapped`."""
         return self._mapped(numbers) if self._objects.can_map else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
@@ -228,11 +185,6 @@ class _Shards(_Chunks):
                 yield None, np.full(len(chunks), -1), np.zeros(len(chunks), dtype=np.int64)
                 continue
             offsets, sizes = shard.offsets[chunks], shard.sizes[chunks]
-            if (offsets + sizes).max() > shard.identity.size:
-                raise CorruptDataError(
-                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                    f"{shard.identity.size} bytes. Copy, download or upload it again."
-                )
             yield self._objects.file(one, shard.identity), offsets, sizes
 
     def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
@@ -244,8 +196,7 @@ class _Shards(_Chunks):
         return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
-        start, stop = index_bytes(self._layout, file.identity)
-        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch(start, stop))
+        offsets, sizes = chunk_ranges(self._layout, file.identity, file)
         return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
 
 
@@ -253,20 +204,18 @@ def _tuples(axes: Any) -> list[At]:
     return list(zip(*(axis.tolist() for axis in axes), strict=True))
 
 
-def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
-    """Return the byte range [start, stop) of the index in a shard."""
+def chunk_ranges(
+    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, file: File, begin: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+    # The shard begins at byte `begin` of `file`.
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
         raise CorruptDataError(
             f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
         )
-    return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
-
-
-def chunk_ranges(
-    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, data: Any
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+    start = begin if layout.index_first else begin + identity.size - n_bytes
+    data: Any = file.fetch(start, start + n_bytes)
     if layout.index_checksum:
         try:
             data = Crc32c().decode(data, len(data))
@@ -275,7 +224,12 @@ def chunk_ranges(
                 f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
             ) from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
+    # Offsets beyond int64 are clipped to an offset beyond the end of the shard.
     ranges = np.minimum(table, identity.size + 1).astype(np.int64)
     ranges[table[:, 0] == _NEVER] = -1, 0
+    if (end := int(ranges.sum(axis=1).max())) > identity.size:
+        raise CorruptDataError(
+            f"{identity.path}: a chunk ends at byte {end}, but the shard has {identity.size} bytes. Copy, download or "
+            "upload it again."
+        )
     return ranges[:, 0].copy(), ranges[:, 1].copy()

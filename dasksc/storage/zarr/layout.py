@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +59,6 @@ class ZarrLayout:
     def key(self, at: tuple[int, ...]) -> str:
         """Return the key of the object with these grid indices, relative to the array."""
         return f"{self.prefix}{self.separator.join(map(str, at))}"
-
-    def keys(self) -> Iterator[str]:
-        """Yield the keys of all objects of the array, relative to the array."""
-        grid = (-(-n // per_shard) for n, per_shard in zip(self.grid, self.per_shard, strict=True))
-        return map(self.key, np.ndindex(*grid))
 
 
 def layout_of(name: str, content: bytes) -> ZarrLayout:

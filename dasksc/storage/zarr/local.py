@@ -16,7 +16,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["direct_array"]
@@ -73,7 +73,6 @@ class Files:
 
     @property
     def can_map(self) -> bool:
-        """True if the calling thread may memory-map the files."""
         return should_map(self._use_mmap)
 
     def require_unchanged(self) -> None:
@@ -81,10 +80,6 @@ class Files:
         self._metadata.require_unchanged()
         if self._folder is not None:
             self._folder.require_unchanged()
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
-        return versions_of(self._directory, self._layout.keys())
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole files, in a buffer that the next file reuses."""
@@ -101,7 +96,6 @@ class Files:
                 yield memoryview(buffer)[:n]
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole files, memory-mapped."""
         for at in ats:
             with self._opened(at) as opened:
                 if opened is None:
@@ -114,7 +108,6 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Open each file and yield the result of `index_of`, or None if the file is missing."""
         for at in ats:
             path = self._path(at)
             try:
@@ -137,7 +130,6 @@ class Files:
         return file
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges file by file; see `LocalFile.ranges`."""
         for file, offsets, sizes in groups:
             yield from file.ranges(offsets, sizes, use_mmap=self._use_mmap)
 

@@ -12,10 +12,10 @@ from zarr.abc.store import Store
 
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.chunks import versions_of
-from dasksc.storage.zarr.remote import RemoteMetadata
+from dasksc.storage.zarr.remote import metadata_of
 from dasksc.storage.zarr.stores import store_at
 from dasksc.storage.zarr.zipped import ZipArchive
 
@@ -36,7 +36,6 @@ class ZarrFile:
         return self.__dict__ | {"_opened": None}
 
     def store(self) -> Store:
-        """Return the store, opened in this process."""
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # If threads race, the store is opened twice, which is harmless.
@@ -44,7 +43,6 @@ class ZarrFile:
         return opened[1]
 
     def root(self) -> zarr.Group:
-        """Return the root group."""
         try:
             return zarr.open_group(self.store(), mode="r")
         except DaskscError:
@@ -55,10 +53,10 @@ class ZarrFile:
                 + (_inside(self.path) or "Give the directory that AnnData's write_zarr made, or an .h5ad file.")
             ) from error
 
-    def identity(self, name: str) -> FileIdentity | RemoteMetadata:
+    def identity(self, name: str) -> FileIdentity | ObjectIdentity:
         """Return the identity of the array `name`, which changes if the array is replaced."""
         if isinstance(self.path, RemoteLocation):
-            return RemoteMetadata.of(self.path.below(name))[0]
+            return metadata_of(self.path.below(name))[0].identity
         if os.path.isfile(self.path):
             return FileIdentity.of(self.path)
         for metadata in ("zarr.json", ".zarray"):
@@ -98,24 +96,13 @@ class ZarrArray(SlicedArray):
         )
         self._file = file
         self._name = name
-        self._identity = file.identity(name)
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects; empty for a zip file, whose identity is pickled."""
-        path = self._file.path
-        if not isinstance(path, RemoteLocation) and os.path.isfile(path):
-            return ""
-        array = zarr.open_array(self._file.store(), path=self._name, mode="r")
-        grid = (-(-n // length) for n, length in zip(array.shape, array.shards or array.chunks, strict=True))
-        keys = map(array.metadata.encode_chunk_key, np.ndindex(*grid))
-        return versions_of(path.below(self._name) if isinstance(path, RemoteLocation) else f"{path}/{self._name}", keys)
+        self._identity: Any = file.identity(name)
 
     def reader(self) -> ReadSlice:
-        """Check that the array was not replaced, and return the function that reads slices."""
-        self._identity.require_unchanged()
+        self._identity.compare(self._file.identity(self._name))
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 
-        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+        def read(start: int, stop: int, into: NDArray[Any]) -> None:
             into[...] = array[start:stop]
 
         return read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,41 +14,29 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
-__all__ = ["RemoteMetadata", "direct_array"]
+__all__ = ["direct_array", "metadata_of"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteMetadata:
-    """Metadata object of an array, with its identity when the array was opened."""
-
-    location: RemoteLocation  # Location of the object
-    identity: ObjectIdentity  # Identity of the object
-
-    @classmethod
-    def of(cls, array: RemoteLocation) -> tuple[RemoteMetadata, bytes]:
-        """Return the metadata object of the array at a location, and its content."""
-        for name in METADATA:
-            location = array.below(name)
-            try:
-                content, identity = location.client.get(location.key)
-            except MissingPathError:
-                continue
-            return cls(location=location, identity=identity), bytes(content)
-        raise UnknownLayoutError("it has no metadata object of its own")
-
-    def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced since it was opened; makes one request."""
-        self.identity.compare(self.location.client.stat(self.location.key))
+def metadata_of(array: RemoteLocation) -> tuple[RemoteFile, bytes]:
+    """Return the metadata object of the array at a location, and its content."""
+    for name in METADATA:
+        location = array.below(name)
+        try:
+            content, identity = location.client.get(location.key)
+        except MissingPathError:
+            continue
+        return RemoteFile(location, identity), bytes(content)
+    raise UnknownLayoutError("it has no metadata object of its own")
 
 
 def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> StoredArray:
     """Open a Zarr array for reading without zarr-python."""
-    metadata, content = RemoteMetadata.of(array)
+    metadata, content = metadata_of(array)
     layout = layout_of(os.path.basename(metadata.location.key), content)
     objects = StoreObjects(array, layout=layout, metadata=metadata, cache=cache)
     return chunked_array(objects, layout=layout, label=label)
@@ -61,9 +48,7 @@ class StoreObjects:
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
     can_map = False
 
-    def __init__(
-        self, array: RemoteLocation, *, layout: ZarrLayout, metadata: RemoteMetadata, cache: Cache | None
-    ) -> None:
+    def __init__(self, array: RemoteLocation, *, layout: ZarrLayout, metadata: RemoteFile, cache: Cache | None) -> None:
         self._array = array
         self._layout = layout
         self._metadata = metadata
@@ -74,10 +59,6 @@ class StoreObjects:
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
 
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
-        return versions_of(self._array, self._layout.keys())
-
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole objects; later ones are requested ahead."""
         # Maximum size of a stored object: no codec encodes a chunk to more bytes than this.
@@ -85,12 +66,9 @@ class StoreObjects:
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Raise an error, since remote objects cannot be mapped."""
         raise NotImplementedError
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each object, or None if it is missing; later ones are requested ahead."""
-
         def indexed(at: At) -> T | None:
             try:
                 file = RemoteFile.of(self._location(at), cache=self._cache)
@@ -101,16 +79,14 @@ class StoreObjects:
         return self._checked([(partial(indexed, at), 0) for at in ats])
 
     def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
-        """Return an object that `indexed` has read before."""
         return RemoteFile(self._location(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges; those of later objects are requested ahead. See `ranges_of`."""
         return ranges_of(groups)
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
         """Return an iterator over the results of calls, after a check of the array; see `in_order`."""
-        answers = in_order([(self._metadata.require_unchanged, 0), *calls])
+        answers = in_order([(self._metadata.verify, 0), *calls])
         # The result of the check comes first, so that no data of a replaced array are returned.
         next(answers)
         return answers

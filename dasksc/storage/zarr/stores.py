@@ -15,7 +15,7 @@ from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import pauses
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.zipped import is_zip, zip_store
+from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["store_at"]
 
@@ -30,7 +30,7 @@ def store_at(place: str | RemoteLocation) -> Store:
     if isinstance(place, RemoteLocation):
         store, prefix = place.client.zarr_store(place.key)
         return _CheckedStore(store, place, prefix)
-    return _CheckedStore(zip_store(place) if is_zip(place) else LocalStore(place, read_only=True), place)
+    return _CheckedStore(ZipArchive.of(place).store if is_zip(place) else LocalStore(place, read_only=True), place)
 
 
 class _CheckedStore(WrapperStore[Store]):
@@ -43,26 +43,21 @@ class _CheckedStore(WrapperStore[Store]):
         self._turns = asyncio.Semaphore(place.client.zarr_requests if isinstance(place, RemoteLocation) else 1)
 
     def with_read_only(self, read_only: bool = False) -> _CheckedStore:
-        """Return the store, which is read-only in any case."""
         return self
 
     def __str__(self) -> str:
         return str(self._place)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return an object or a range of it; None if it does not exist."""
         data = await self._answer(key, lambda: self._store.get(self._prefix + key, prototype, byte_range))
         if data is not None and key.endswith(_METADATA):
             _refuse_pickles(f"{self._place}/{key}", data.to_bytes())
         return data
 
     async def exists(self, key: str) -> bool:
-        """Return True if an object exists."""
         return await self._answer(key, lambda: self._store.exists(self._prefix + key))
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names directly below a prefix."""
-
         async def names() -> list[str]:
             return [name async for name in self._store.list_dir(self._prefix + prefix)]
 
@@ -70,7 +65,6 @@ class _CheckedStore(WrapperStore[Store]):
             yield name
 
     async def getsize_prefix(self, prefix: str) -> int:
-        """Return the size of the objects below a prefix, in bytes."""
         return await self._answer(prefix, lambda: self._store.getsize_prefix(self._prefix + prefix), is_listing=True)
 
     async def _answer(self, key: str, request: Callable[[], Awaitable[T]], *, is_listing: bool = False) -> T:

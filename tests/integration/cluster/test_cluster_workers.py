@@ -16,7 +16,6 @@ import dasksc
 from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.storage.file_identity import FileIdentity
-from tests.support.dask_processes import rows_of_epoch
 from tests.support.data import make_adata, write_store
 
 pytestmark = pytest.mark.programs
@@ -99,11 +98,6 @@ def test_a_worker_that_does_not_see_the_file_is_named_before_the_first_fetch(
 
 
 @pytest.fixture
-def atlas(tmp_path: Path) -> Path:
-    return write_store(make_adata(n_obs=101), tmp_path, "h5ad")
-
-
-@pytest.fixture
 def scheduler_file(two_process_client: distributed.Client, tmp_path: Path) -> Iterator[Path]:
     # The content is that of `dask scheduler --scheduler-file`.
     path = tmp_path / "scheduler.json"
@@ -112,15 +106,12 @@ def scheduler_file(two_process_client: distributed.Client, tmp_path: Path) -> It
     window_schedulers._close_clients()
 
 
-def test_a_scheduler_file_names_the_scheduler(scheduler_file: Path, atlas: Path) -> None:
-    assert rows_of_epoch(atlas, scheduler=str(scheduler_file)) == rows_of_epoch(atlas, scheduler="threads")
-
-
 @pytest.mark.parametrize("by", ["scheduler-file", "scheduler-address"])
 def test_dasks_configuration_names_the_scheduler_unless_a_client_is_active(
     scheduler_file: Path, in_process_client: distributed.Client, by: str
 ) -> None:
     address = json.loads(scheduler_file.read_text())["address"]
+    assert resolve_scheduler(str(scheduler_file)).client.scheduler.address == address
     with dask.config.set({by: str(scheduler_file) if by == "scheduler-file" else address}):
         assert resolve_scheduler().client.scheduler.address == address
         assert resolve_scheduler("threads").kind == "threads"

@@ -71,16 +71,9 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
 LAUNCHED = PROGRAMS / "launched.py"
 
 
-def start(command: list[object]) -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return run(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 def launched(folder: Path, command: list[object]) -> list[dict]:
     """Return the output of each rank of a launched program; fail unless the ranks together read one epoch."""
-    start([*command, LAUNCHED, folder])
+    run([*command, LAUNCHED, folder], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
     assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
     assert {rank["world_size"] for rank in ranks} == {len(ranks)}

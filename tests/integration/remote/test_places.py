@@ -219,11 +219,11 @@ def test_registered_file_systems_are_read_and_failed_requests_are_repeated(
     folder: Path, faulty: type[Faulty], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = dasksc.open(folder / "parts" / name)
-    monkeypatch.setattr(faulty, "fails", staticmethod(lambda number: number % 7 == 4))
+    monkeypatch.setattr(faulty, "fails", staticmethod(lambda number: number % 5 == 3))
     remote = dasksc.open(f"faulty://parts/{name}", obs=["int8"])
     for one, other in zip(batches(remote), batches(local), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert next(faulty.numbers) > 11, "too little was asked for to fail"
+    assert next(faulty.numbers) > 8, "too little was asked for to fail"
 
 
 def test_permanent_failures_are_named_without_credentials(

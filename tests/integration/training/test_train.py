@@ -13,12 +13,12 @@ import torch
 
 import dasksc
 from dasksc import InputError
-from dasksc.train import Config, fit, load_model
+from dasksc.train import Config, load_model
 from dasksc.train.data import make_datasets
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
 from tests.programs import train_models
-from tests.support.training import checkpoints, losses, rows_of, small, split_rows, train
+from tests.support.training import checkpoints, figures, rows_of, small, split_rows, train
 
 FRAGILE = "tests.programs.train_models:Fragile"
 
@@ -40,7 +40,7 @@ def raw(atlas, tmp_path) -> dict[str, Any]:
 def unbroken(atlas, tmp_path_factory) -> list[float]:
     """Return the losses of an uninterrupted training run with dropout."""
     folder = tmp_path_factory.mktemp("unbroken")
-    return losses(train_fragile(atlas, folder, at=0))
+    return figures(train_fragile(atlas, folder, at=0))
 
 
 def train_fragile(atlas: Path, folder: Path, *, at: int) -> Path:
@@ -76,18 +76,18 @@ def test_resuming_a_completed_run_does_nothing(raw, tmp_path):
 @pytest.mark.parametrize("at", [1, 5, 11])
 def test_a_run_that_stops_at_any_batch_resumes_with_the_same_losses(at, unbroken, atlas, tmp_path):
     assert len(unbroken) == 12
-    assert losses(train_fragile(atlas, tmp_path, at=at)) == unbroken
+    assert figures(train_fragile(atlas, tmp_path, at=at)) == unbroken
 
 
 def test_an_incomplete_checkpoint_is_ignored(raw, tmp_path):
     train(raw, training__save_every=5)
-    expected = losses(tmp_path / "run")
+    expected = figures(tmp_path / "run")
     half = tmp_path / "run" / "step-00000099.partial"
     half.mkdir()
     (half / "state.json").write_text("{}")
     report = train(raw, training__max_epochs=3, training__resume_from="auto")
     assert report.n_steps == 39
-    assert losses(tmp_path / "run")[:26] == expected
+    assert figures(tmp_path / "run")[:26] == expected
 
 
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path):
@@ -103,7 +103,7 @@ def test_a_run_resumes_from_a_named_checkpoint_in_its_own_directory(raw, tmp_pat
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
     named = str(tmp_path / "run" / "step-00000010")
     train(raw, training__resume_from=named, training__checkpoint_dir=str(tmp_path / "other"))
-    assert losses(tmp_path / "other") == losses(tmp_path / "run")[10:]
+    assert figures(tmp_path / "other") == figures(tmp_path / "run")[10:]
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
 
 
@@ -120,7 +120,7 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
 
 
 def test_an_epoch_without_a_batch_is_refused(raw):
-    with pytest.raises(InputError, match="data.drop_last=true.*203.*256"):
+    with pytest.raises(InputError, match="203.*256.*drop_last=False"):
         train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True)
 
 
@@ -180,7 +180,7 @@ def test_autoencoders_learn_from_x_alone(name, layout, raw):
     raw["model"] = {"name": name, "latent_dim": 4, "hidden_dim": 16}
     raw["training"]["optimizer"] = {"lr": 1e-2}
     report = train(raw, data__layout=layout, training__max_epochs=6)
-    first, *_, last = losses(Path(report.model).parent)
+    first, *_, last = figures(Path(report.model).parent)
     assert last < 0.8 * first
 
 
@@ -209,12 +209,7 @@ def test_half_precision_does_not_round_the_counts(precision, strategy, obs, raw)
     train(raw, training__precision=precision, training__strategy=strategy, training__max_steps=2)
 
 
-def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
-    raw["model"] = {"name": "tests.programs.train_models:Plain"}
-    assert train(raw).n_steps == 26
-    raw["model"] = {"name": "tests.programs.train_models:Plane"}
-    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane'"):
-        train(raw)
+def test_a_column_that_is_no_label_is_refused(raw):
     raw["model"] = {"name": "mlp_classifier", "label": "n_counts"}
     with pytest.raises(InputError, match="model.label='n_counts'"):
         train(raw)
@@ -262,7 +257,7 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     assert set(controls) - set(held_out.tolist()), "controls of validation may be any of the atlas"
 
 
-def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
+def test_conditions_are_held_out(raw, atlas):
     obs = dasksc.open(atlas).obs
     common = obs["cell_type"].value_counts().index[0]
     raw["data"]["validation"] = {
@@ -278,13 +273,6 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
     np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
     assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
     assert common not in set(obs["cell_type"].iloc[held])
-    table = loaders.split_table
-    assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
-    assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
-    messages: list[str] = []
-    fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
-    (line,) = [line for line in messages if "held out" in line]
-    assert [row.split()[0] for row in line.splitlines()[-6:]] == sorted(set(obs["plate"]))
 
 
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
@@ -297,7 +285,7 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
     loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     held = sum(len(batch["X"]) for batch in loaders.validation)
-    assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
+    assert held == (adata.obs["plate"] == "plate_0").sum()
 
 
 @pytest.mark.parametrize("missing", ["zero", "drop"])
@@ -392,19 +380,6 @@ def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw
     assert first["cells_per_s"] > 0
     assert first["gradient_norm"] == 0
     assert second["loss"] > 1
-
-
-def test_validation_weights_batches_by_their_number_of_labels(raw, half_labelled, atlas):
-    raw["data"] |= {"path": {"own": str(atlas), "half": str(half_labelled)}, "open": {"label": "file"}}
-    report = train(raw, data__validation={"conditions": "file", "hold_out": {"file": ["half"]}}, training__max_epochs=1)
-    labelled = np.flatnonzero(dasksc.open(half_labelled).obs["cell_type"].notna())
-    strategy = dasksc.Streaming(labelled)
-    (whole,) = dasksc.scDataset(str(half_labelled), strategy, len(labelled), 1, obs=["cell_type"], seed=0)
-    with torch.no_grad():
-        outputs = load_model(report.model)(whole)
-    assert report.figures["validation_loss"] == pytest.approx(outputs["loss"].item(), rel=1e-5)
-    assert report.figures["validation_accuracy"] == pytest.approx(outputs["accuracy"].item())
-    assert "n" not in report.figures
 
 
 def test_the_variational_loss_equals_the_error_if_the_posterior_is_the_prior():

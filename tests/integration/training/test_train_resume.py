@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anndata as ad
 import pytest
 import torch
 from torch import nn
@@ -48,13 +47,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(model, optimizers
     with pytest.raises(InputError, match=facts) as caught:
         train(raw, training__optimizer=optimizers[1], training__resume_from="auto")
     assert str(folder / "step-00000006") in str(caught.value)
-
-
-def test_a_checkpoint_of_an_atlas_with_other_genes_is_refused(raw, training_atlas, tmp_path):
-    train(raw)
-    ad.read_h5ad(training_atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
-    with pytest.raises(InputError, match=r"'n_genes': 40.*'n_genes': 37"):
-        train(raw, data__path=str(tmp_path / "fewer.h5ad"), training__resume_from="auto")
 
 
 def test_a_checkpoint_of_changed_code_is_refused(raw, monkeypatch):

@@ -91,19 +91,6 @@ def test_states_taken_every_few_batches_lose_none():
     assert [head + rows(after), rows(after)] == epochs[:2]
 
 
-def test_each_rank_goes_on_with_its_own_share():
-    seen = []
-    for rank in range(2):
-        before = loader(2, rank=rank, world_size=2)
-        head = rows(islice(iter(before), 4))
-        state = copy.deepcopy(before.state_dict())
-        after = loader(2, rank=rank, world_size=2)
-        after.load_state_dict(state)
-        seen += [row for batch in head + rows(after) for row in batch]
-    assert set(seen) == set(range(N_OBS))
-    assert len(seen) == N_OBS + 1
-
-
 def test_another_world_size_is_refused_with_workers_and_accepted_without():
     state = {}
     for num_workers in (0, 2):

@@ -58,13 +58,6 @@ def test_epochs_do_not_depend_on_workers(path, epochs, start, persistent):
         assert sorted(batches) == sorted(epoch)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3, 5])
-def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epochs, num_workers):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
-    assert sorted(rows(loader)) == sorted(epochs[0])
-    assert sorted(rows(loader)) == sorted(epochs[1])
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 # Each layout is combined with workers and with none, and each prefetch factor with one layout.
 @pytest.mark.parametrize(
@@ -85,14 +78,6 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
         assert sorted(rows(batches)) == sorted(epoch)
         assert {type(batch).__name__ for batch in batches} == {"Batch"}
         assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
-    for _ in loader:
-        break
-    assert sorted(rows(loader)) == sorted(epochs[1])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc.atlas import stored
+from tests.support.data import dense, same
 
 pytestmark = pytest.mark.core
 
@@ -47,17 +49,9 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(tmp_path / f"{seed}.h5ad") for seed in range(4)]
 
 
-def rows(adata: anndata.AnnData) -> dict[str, np.ndarray]:
-    arrays = {"X": adata.X, "counts": adata.layers["counts"], "pca": adata.obsm["X_pca"], "raw": adata.raw.X}
-    computed = {name: array.compute() for name, array in arrays.items()}
-    return {name: one.toarray() if sp.issparse(one) else one for name, one in computed.items()}
-
-
 def assert_same(one: anndata.AnnData, other: anndata.AnnData) -> None:
-    pd.testing.assert_frame_equal(one.obs, other.obs)
-    pd.testing.assert_frame_equal(one.var, other.var)
-    for name, values in rows(one).items():
-        np.testing.assert_array_equal(values, rows(other)[name], err_msg=name)
+    same(one, other)
+    np.testing.assert_array_equal(dense(one.raw.X.compute()), dense(other.raw.X.compute()))
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
@@ -76,27 +70,50 @@ def test_the_usual_files_are_surveyed(paths: list[str], monkeypatch: pytest.Monk
     assert dasksc.open(paths).n_obs == 24
 
 
-def test_joined_files_equal_those_joined_by_anndata(paths: list[str]) -> None:
-    expected = anndata.concat([anndata.read_h5ad(path) for path in paths], join="outer")
-    joined = dasksc.open(paths, join="outer")
-    pd.testing.assert_frame_equal(joined.obs, expected.obs)
-    np.testing.assert_array_equal(joined.X.compute().toarray(), expected.X.toarray())
-
-
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: str) -> None:
     assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
     assert_same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(paths, join=join, label="file"))
 
 
+def test_a_catalogue_keeps_values_of_any_type_and_what_files_lack(tmp_path: Path) -> None:
+    columns = [
+        {"mixed": [1, 2], "text": ["a", "b"], "number": pd.array([1, None], dtype="Int64")},
+        {"mixed": pd.Categorical(["x", None]), "text": pd.Categorical(["a", None]), "number": [0.5, 1.5]},
+        {"mixed": [True, False]},
+    ]
+    for i, held in enumerate(columns):
+        obs = pd.DataFrame(held, index=[f"{i}-{j}" for j in range(2)])
+        adata = anndata.AnnData(np.eye(2, dtype=np.float32), obs=obs, layers={"own": np.eye(2)} if i == 1 else {})
+        adata.write_h5ad(tmp_path / f"{i}.h5ad")
+    options = {"join": "outer", "fill_value": 0}
+    dasksc.index(tmp_path / "*.h5ad", tmp_path / "all.catalog", **options)
+    found, expected = dasksc.open(tmp_path / "all.catalog"), dasksc.open(tmp_path / "*.h5ad", **options)
+    pd.testing.assert_frame_equal(found.obs, expected.obs)
+    for name, column in expected.obs.items():
+        assert list(map(type, found.obs[name])) == list(map(type, column)), name
+    np.testing.assert_array_equal(found.layers["own"].compute(), expected.layers["own"].compute())
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_tables_in_obsm_are_in_the_catalogue(tmp_path: Path, names: bool) -> None:
+    for number in range(2):
+        adata = anndata.AnnData(np.ones((2, 3), np.float32), obs=pd.DataFrame(index=[f"{number}a", f"{number}b"]))
+        adata.obsm["proteins"] = pd.DataFrame({"CD3": [number, 2.5]}, index=adata.obs_names)
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+    dasksc.index(tmp_path, tmp_path / "all.catalog", names=names)
+    expected = dasksc.open(tmp_path, names=names).obsm["proteins"]
+    pd.testing.assert_frame_equal(dasksc.open(tmp_path / "all.catalog", names=names).obsm["proteins"], expected)
+
+
 def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> None:
     dasksc.index(paths, tmp_path / "all.catalog")
-    expected = rows(dasksc.open(paths))["X"]
+    expected = dense(dasksc.open(paths).X.compute())
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     for path in (*paths, tmp_path / "all.catalog"):
         shutil.move(path, folder)
-    np.testing.assert_array_equal(rows(dasksc.open(folder / "all.catalog"))["X"], expected)
+    np.testing.assert_array_equal(dense(dasksc.open(folder / "all.catalog").X.compute()), expected)
 
 
 def test_a_file_that_changed_or_is_gone_is_named(paths: list[str], tmp_path: Path) -> None:
@@ -138,6 +155,18 @@ def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.Log
     assert adata.obs["donor"].unique().tolist() == [0, 2, 3]
     assert any(record.args[:2] == (2, 5) for record in caplog.records)
     assert sum(record.levelno == logging.INFO for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("table", ["obs", "var"])
+def test_names_that_lead_through_links_to_other_folders_are_refused(
+    paths: list[str], tmp_path_factory: pytest.TempPathFactory, table: str
+) -> None:
+    other = shutil.copy(paths[0], tmp_path_factory.mktemp("private"))
+    with h5py.File(paths[0], "r+") as file:
+        file["uns/other"] = h5py.ExternalLink(other, table)
+        file[table].attrs["_index"] = f"/uns/other/{file[table].attrs['_index']}"
+    with pytest.raises(dasksc.StorageError, match="private"):
+        dasksc.open(paths)
 
 
 def test_no_file_that_opens_is_an_error(paths: list[str]) -> None:

@@ -107,15 +107,6 @@ def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it_without_a_warni
     assert_same(dasksc.open(path), read_by_anndata(path))
 
 
-@pytest.mark.parametrize("version", ["v0.5.0", "v0.7.8", "v0.11.4"])
-def test_backed_and_in_memory_objects_open_to_the_same(version: str) -> None:
-    path = sample(f"anndata-archives/{version}/adata.h5ad")
-    expected, backed = read_by_anndata(path), read_by_anndata(path, backed="r")
-    assert_same(dasksc.open(backed), expected)
-    backed.file.close()
-    assert_same(dasksc.open(expected), expected)
-
-
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_opening_reads_nothing_of_the_matrices(tmp_path: Path, format: str, layout: str) -> None:
     adata = make_adata(layout=layout, has_everything=True)

@@ -149,38 +149,3 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
     # A filter copies the columns.
     of_columns = (1 + 4) * (2 if "filter" in options else 1)
     assert bytes_a_row(converted, path_of, N // 8, N // 4) <= n_files * (16 + of_columns)
-
-
-def table(n: int = 5000) -> pd.DataFrame:
-    rng = np.random.default_rng(0)
-    donor = rng.integers(0, 60, n)
-    return pd.DataFrame(
-        {
-            "kind": pd.Categorical.from_codes(rng.integers(-1, 7, n), list("abcdefg")),
-            "sex": rng.choice(["f", "m"], n),
-            "donor": np.array([f"donor {i}" for i in range(60)], dtype=object)[donor],
-            "plate": pd.Categorical.from_codes(donor // 3, [f"plate {i}" for i in range(20)]),
-            "n_genes": rng.integers(0, 1000, n),
-        }
-    )
-
-
-def test_tables_written_in_pieces_are_those_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    obs = table(1000)
-    obs["score"] = pd.array(np.arange(1000), dtype="Int64").astype("Int64")
-    obs.loc[::7, "score"] = pd.NA
-    obs["doubtful"] = obs["n_genes"] > 500
-    obs["note"] = pd.array([f"note {i}" for i in range(1000)], dtype="string")
-    obs.index = pd.Index([f"cell {i}" for i in range(1000)], name="barcode")
-    extra = pd.DataFrame({"x": np.arange(1000.0)}, index=obs.index)
-    data = AnnData(X=sp.eye(1000, 3, format="csr", dtype=np.float32), obs=obs, obsm={"table": extra})
-    stores = {}
-    for name, piece in (("whole", 2**20), ("pieces", 300)):
-        in_pieces_of(piece, monkeypatch)
-        dasksc.convert(data, tmp_path / f"{name}.zarr", verify=True)
-        stores[name] = dasksc.open(tmp_path / f"{name}.zarr")
-    for held in ("obs", "obsm"):
-        whole, pieces = (getattr(stores[name], held) for name in ("whole", "pieces"))
-        whole, pieces = (whole, pieces) if held == "obs" else (whole["table"], pieces["table"])
-        pd.testing.assert_frame_equal(pieces, whole)
-    assert (stores["pieces"].X.compute() != stores["whole"].X.compute()).nnz == 0

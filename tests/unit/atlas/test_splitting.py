@@ -168,21 +168,16 @@ class _Untouched:
     ("wrong", "match"),
     [
         ({"seed": None}, r"seed.*2\*\*64"),
-        ({"seed": 2**64}, "seed"),
         ({"fractions": 0.8}, r"fractions=0\.8 .*\(0\.8, 0\.1, 0\.1\)"),
-        ({"fractions": "abc"}, "fractions='abc'"),
         ({"fractions": (0.5, [0.5])}, "fractions="),
-        ({"fractions": {"train": 0.5, "test": "half"}}, "fractions="),
         ({"fractions": (float("nan"), 0.5)}, "fractions="),
         ({"fractions": {1: 0.5, "1": 0.5}}, "fractions="),
         ({"fractions": (0.5, 0.4)}, "fractions="),
         ({"fractions": (1.0, 0.0)}, "fractions="),
-        ({"fractions": (0.5, 0.2, 0.2, 0.1)}, "fractions="),
         ({"fractions": {"all": 1.0}}, "fractions="),
         ({"by": ["donor", "batch"]}, r"by=\['donor', 'batch'\] .*groups="),
         ({"by": "donor", "groups": "batch"}, "groups="),
         ({"groups": ["donor", 3]}, "groups="),
-        ({"groups": {"donor", "batch"}}, "groups="),
         ({"stratify": {"kind": 1}}, "stratify="),
     ],
 )
@@ -236,8 +231,7 @@ def conditions_of(obs: pd.DataFrame, rows: np.ndarray) -> set[tuple[str, str]]:
 
 def check_condition_parts(obs: pd.DataFrame, parts: dict[str, np.ndarray], rows: np.ndarray) -> None:
     """Check that each row and each condition is in exactly one part, and all controls in the first."""
-    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 and len(part) for part in parts.values())
-    np.testing.assert_array_equal(np.sort(np.concatenate(list(parts.values()))), rows)
+    check_parts(parts, rows)
     seen = [conditions_of(obs, part) for part in parts.values()]
     assert sum(map(len, seen)) == len(set().union(*seen))
     for part in list(parts.values())[1:]:
@@ -347,18 +341,14 @@ HOLD = {"line": ["K562"]}
     [
         ({"conditions": BY, "groups": "plate", "stratify": "line"}, "groups=.*stratify=.*conditions="),
         ({"hold_out": HOLD}, "hold_out=.*conditions="),
-        ({"few_shot": 0.1, "control": CONTROL}, "few_shot=.*control=.*conditions="),
-        ({"conditions": {}}, "conditions={}"),
         ({"conditions": [], "hold_out": HOLD}, r"conditions=\[\]"),
         ({"conditions": ["line", "dose"]}, "obs.*'dose'"),
         ({"conditions": ["line", "gene", "hurt"]}, "'hurt'.* 2 .*3063"),
         ({"conditions": BY, "hold_out": ["K562"]}, "{'line'"),
-        ({"conditions": BY, "hold_out": []}, r"hold_out=\[\]"),
         ({"conditions": BY, "hold_out": {"plate": "p0"}}, "hold_out.*'plate'.*conditions="),
         ({"conditions": BY, "hold_out": {"line": ["K652"]}}, "'K652'.*'K562'"),
         ({"conditions": BY, "hold_out": {"line": "none"}}, "63"),
         ({"conditions": BY, "hold_out": HOLD, "fractions": {"train": 0.5, "test": 0.5}}, "'test'.*hold_out="),
-        ({"conditions": BY, "hold_out": HOLD, "fractions": (0.9, 0.2)}, "fractions="),
         ({"conditions": BY, "hold_out": HOLD, "few_shot": 1.0}, "few_shot.*1.0"),
         ({"conditions": BY, "few_shot": 0.1}, "few_shot=0.1.*hold_out="),
         ({"conditions": ["line"], "hold_out": HOLD, "few_shot": 0.5, "control": CONTROL}, "only one held-out"),
@@ -366,10 +356,7 @@ HOLD = {"line": ["K562"]}
         ({"conditions": BY, "control": "gene == 'x'"}, "control=.*3063"),
         ({"conditions": BY, "control": ["non-targeting"]}, "{'gene'.*'non-targeting'}"),
         ({"conditions": BY, "control": "ctrl"}, "obs.*'ctrl'.*control={'gene'"),
-        ({"conditions": BY, "control": "genes == 'x'"}, "'genes'; did you mean 'gene'\\?$"),
-        ({"conditions": BY, "seed": -1}, "seed"),
     ],
-    ids=range(23),
 )
 def test_conditions_that_cannot_be_split_are_refused(options: dict[str, Any], match: str) -> None:
     obs = screen()

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import anndata as ad
-import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -127,19 +126,3 @@ def test_verifying_finds_names_that_went_wrong_in_the_temporary_file(
     monkeypatch.setattr(StagedNames, "write", damaged)
     with pytest.raises(CorruptDataError, match="differs from the input in the names of the cells"):
         dasksc.convert(path, tmp_path / "out.zarr", verify=True)
-
-
-@pytest.mark.parametrize("n_atlases", [1, 2])
-@pytest.mark.parametrize("kept", [[4, 5], [3, 9, 10]])
-def test_pieces_of_names_without_a_match_are_passed_over(
-    kept: list[int], n_atlases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cell_names, "_PIECE", 3)
-    names = [f"cell{i}" for i in range(12)]
-    cut = [names] if n_atlases == 1 else [names[:4], names[4:]]
-    paths = [written(tmp_path / f"{i}.h5ad", part) for i, part in enumerate(cut)]
-    for path, part in zip(paths, cut, strict=True):
-        with h5py.File(path, "r+") as file:
-            file["obs/n"][...] = [names.index(name) for name in part]
-    dasksc.convert(paths, tmp_path / "out.zarr", order="keep", verify=True, filter=f"n in {kept}")
-    assert list(dasksc.open(tmp_path / "out.zarr").obs_names) == [names[i] for i in kept]

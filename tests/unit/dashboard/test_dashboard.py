@@ -120,15 +120,6 @@ def test_reports_can_be_turned_off(cluster, client, atlas):
     assert loaders(cluster) == []
 
 
-def test_dasks_own_configuration_installs_the_page():
-    routes = dask.config.get("distributed.scheduler.http.routes")
-    with (
-        dask.config.set({"distributed.scheduler.http.routes": [*routes, "dasksc.dashboard"]}),
-        distributed.LocalCluster(**ON_LOOPBACK) as cluster,
-    ):
-        assert loaders(cluster) == []
-
-
 def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path):
     file = tmp_path / "scheduler.json"
     command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--preload", "dasksc.dashboard"]

@@ -38,13 +38,6 @@ def shown(page: LoaderPage) -> list[dict[str, Any]]:
     return page.figures()["loaders"]
 
 
-def test_reports_of_clients_that_are_gone_are_not_kept():
-    page = page_by_itself("here")
-    assert page.report("here", report_of("a"))
-    assert not page.report("gone", report_of("b"))
-    assert [loader["key"] for loader in shown(page)] == ["a"]
-
-
 def test_a_client_with_ever_new_data_sets_does_not_fill_the_scheduler():
     page = page_by_itself("here", "there")
     page.report("there", report_of("kept"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
 import sys
@@ -132,26 +131,6 @@ def test_a_large_task_is_sent_once_and_not_with_every_fetch(two_process_client: 
     assert CountsPickling.n_pickled == 1
 
 
-def test_a_cluster_that_goes_away_is_named_in_the_error() -> None:
-    with (
-        distributed.LocalCluster(
-            n_workers=1,
-            threads_per_worker=1,
-            processes=False,
-            protocol="tcp",
-            dashboard_address=":0",
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        address = client.scheduler.address
-        window = Window(double_late, range(10_000), name="w", depth=2, scheduler=client)
-        next(window)
-        cluster.close()
-        with pytest.raises(FetchError, match=address):
-            list(window)
-
-
 def test_an_active_client_is_found_and_daskconfig_goes_before_it(
     in_process_client: distributed.Client,
 ) -> None:
@@ -214,20 +193,6 @@ def in_forked_child(check: Callable[[], bool]) -> bool:
             os._exit(status)
     _, status = os.waitpid(pid, 0)
     return status == 0
-
-
-def test_a_forked_child_makes_threads_of_its_own() -> None:
-    window = Window(double_late, range(50), name="w", depth=4, scheduler="threads", n_threads=2)
-    next(window)
-
-    def check() -> bool:
-        mine = list(Window(double_late, range(9), name="w", depth=4, scheduler="threads", n_threads=2))
-        return mine == [(k, 2 * k) for k in range(9)]
-
-    for _ in range(5):
-        next(window)
-        assert in_forked_child(check)
-    assert [k for k, _ in window] == list(range(6, 50))
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "in_process_client"])

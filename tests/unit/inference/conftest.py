@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dasksc.inference import store
+from dasksc.output import shards
 from tests.support.data import make_adata
 
 
@@ -15,7 +16,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the unit size to 16 rows, so that the atlas has 13 units."""
     monkeypatch.setattr(store, "_LEAST_ROWS", 16)
     monkeypatch.setattr(store, "_MOST_ROWS", 16)
-    monkeypatch.setattr(store, "sync", lambda file: None)
+    monkeypatch.setattr(shards, "sync", lambda file: None)
 
 
 @pytest.fixture

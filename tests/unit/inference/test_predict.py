@@ -23,8 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.inference import ranks
-from dasksc.inference import store as stores
 from dasksc.inspection.report import Report
+from dasksc.output import shards
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
@@ -95,16 +95,6 @@ def test_the_request_of_a_data_set_is_used_and_its_strategy_and_filter_are_not(a
     assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], plain(Model(), atlas, **request))
     assert shuffled.state_dict() == before
     assert len(shuffled) < N_OBS // BATCH
-
-
-def test_a_dict_becomes_matrices_columns_and_categories(atlas, tmp_path):
-    model = Embedder()
-    predict(model.both, atlas, tmp_path / "emb.zarr", categories={"predicted": LABELS})
-    written, expected = read(tmp_path / "emb.zarr"), plain(model, atlas)
-    assert np.array_equal(written.obsm["X_emb"], expected)
-    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
-    assert list(written.obs["predicted"].cat.categories) == LABELS
-    assert np.array_equal(written.obs["score"], expected.max(1))
 
 
 @pytest.mark.parametrize("kind", ["array", "anndata", "nameless", "hooks"])
@@ -255,6 +245,7 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
         expected = plain(model, store)
         assert np.array_equal(np.asarray(written.obsm["X_emb"]), expected)
         assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+        assert np.array_equal(written.obs["score"], expected.max(1))
         assert list(written.obs.columns)[-2:] == ["predicted", "score"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
     with pytest.raises(InputError, match="'obsm/X_emb'"):
@@ -289,8 +280,8 @@ OUTS = ("atlas.h5ad", "none.h5ad", "text", "text/emb.zarr", "folder", "s3://buck
 NAMES = ("_index", "zarr.json", ".hidden", "a/b", "a\\b", "a\0b", "..", "", "x" * 201, None)
 LABELLED: list[tuple[Any, type[Exception], str]] = [
     ("AB", WrongTypeError, "codes"),
-    ([], InputError, "no labels"),
-    (["A", "B", "A"], InputError, "'A' twice"),
+    ([], InputError, "one for each code"),
+    (["A", "B", "A"], InputError, "distinct labels"),
     (["A", 1], InputError, "text or all numbers"),
     (["A", None], InputError, "missing"),
     ([0.5, float("nan")], InputError, "missing"),
@@ -369,10 +360,10 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
         if n_written > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stores, "sync", full)
-    with pytest.raises(StorageError, match="no space is left for .*more will be needed"):
+    monkeypatch.setattr(shards, "sync", full)
+    with pytest.raises(StorageError, match="no space is left for .*Free some space"):
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    monkeypatch.setattr(stores, "sync", lambda file: None)
+    monkeypatch.setattr(shards, "sync", lambda file: None)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
 
 

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 import dasksc
-from dasksc.errors import InputError
 from dasksc.inspection.checking import used_share
 from dasksc.kernels import sets as kernels
 
@@ -86,8 +85,3 @@ def test_the_report_counts_sets_and_no_blocks() -> None:
     assert (report.n_rows, report.n_obs, report.n_blocks, report.warnings) == (800, 4000, None, [])
     assert report.sets.n_unlabelled == 70
     assert (report.sets.n_sets, report.sets.set_size, report.sets.n_groups) == (100, 8, 2)
-
-
-def test_hooks_refuse_controls_and_say_what_takes_them() -> None:
-    with pytest.raises(InputError, match="batch.control.*transform="):
-        dasksc.scDataset(screen(), dasksc.CellSets("gene", 8, control=CONTROL), 8, batch_transform=lambda adata: adata)

@@ -1,4 +1,4 @@
-"""Reports as text, as HTML and as JSON."""
+"""Reports as text and as JSON."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ def test_text_has_the_values_and_then_a_section_for_each_table() -> None:
     assert lines[10:12] == ["warnings", "  - Lower " + " ".join(["batch_size"] * 7)]
     assert max(map(len, lines)) < 100
     assert "  - and 88 more" in str(report(100)).splitlines()
-
-
-def test_html_has_the_same_cells_and_no_markup_of_names() -> None:
-    html = report()._repr_html_()
-    assert "&lt;atlas&gt;" in html
-    assert "<atlas>" not in html
-    assert html.count("<table>") == html.count("</table>") == 4
 
 
 def test_json_has_all_facts_which_are_attributes_too() -> None:

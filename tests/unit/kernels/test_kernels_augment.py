@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -53,19 +53,6 @@ def test_a_row_of_more_counts_than_a_float_can_count_is_found():
     dense[1, 3:5] = 2**53
     rows = np.arange(2)
     assert change(1, 0, rows, as_csr(dense), 0.0, 60) == N_VARS + 3
-
-
-FEW = st.lists(st.lists(st.sampled_from([0, 0, 1, 2, 9, 40]), min_size=N_VARS, max_size=N_VARS), max_size=3)
-
-
-@given(cells=FEW, key=st.integers(0, 2**64 - 1), target=st.sampled_from([1, 2, 10, 100, 500, 10**6]))
-@example(cells=[[0] * N_VARS], key=1, target=1)
-def test_samples_reach_their_target_without_replacement(cells, key, target):
-    dense = np.array(cells, dtype=np.float32).reshape(-1, N_VARS)
-    out = downsampled(key, 2**48, dense, 0.0, target)
-    for cell, found in zip(dense.astype(int).tolist(), out.astype(int).tolist(), strict=True):
-        assert sum(found) == min(target, sum(cell))
-        assert all(f <= c for f, c in zip(found, cell, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -80,20 +80,6 @@ def drawn(kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: i
     return out
 
 
-@pytest.mark.parametrize("n", N)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_sums(kind: str, n: int) -> None:
-    source, weights = source_of(kind, n)
-    tree = tree_of(source, n)
-    n_leaves = len(tree) // 2
-    leaves = np.zeros(n_leaves)
-    for row, weight in enumerate(weights):
-        leaves[row // SEGMENT] += weight
-    np.testing.assert_allclose(tree[n_leaves:], leaves, rtol=1e-14)
-    for node in range(1, n_leaves):
-        assert tree[node] == tree[2 * node] + tree[2 * node + 1]
-
-
 @pytest.mark.parametrize("n", [1, 64, 65, 1000, 10**9])
 @pytest.mark.parametrize("p", [1e-9, 0.02, 0.3, 0.5, 0.999])
 def test_binomials_have_their_distribution(n: int, p: float) -> None:

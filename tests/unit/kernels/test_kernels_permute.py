@@ -6,7 +6,6 @@ perfect generator fails one of them.
 
 from __future__ import annotations
 
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -82,18 +81,6 @@ def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)
     permute.shuffle(np.uint64(key), out)
     assert out.tolist() == twins.shuffled(key, n)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_every_order_of_a_small_table_is_as_likely(n: int) -> None:
-    orders = {order: i for i, order in enumerate(permutations(range(n)))}
-    keys = keys_of(n, 24_000)
-    seen = np.zeros(len(orders), dtype=np.int64)
-    out = np.empty(n, dtype=np.int64)
-    for key in keys:
-        permute.shuffle(key, out)
-        seen[orders[tuple(out.tolist())]] += 1
-    assert_uniform(seen)
 
 
 @pytest.mark.parametrize("n", [*SIZES, 65_535, 65_537, 131_071, 131_073, 262_145])

@@ -171,13 +171,6 @@ def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
         np.testing.assert_array_equal(batch.to_dense().numpy(), stored)
 
 
-def test_dtype_none_yields_the_type_in_which_each_matrix_computes(path):
-    batch = next(iter(dataset(path, dtype=None, layers=["counts", "scaled"])))
-    # The counts are stored as int32, in which their squares could overflow.
-    assert batch.layers["counts"].dtype == torch.float64
-    assert batch.layers["scaled"].dtype == torch.float64
-
-
 def test_batches_that_are_kept_keep_their_values(adata, path):
     one = dataset(path, batch_size=4, fetch_factor=2)
     rows = _batch_rows(one)
@@ -443,14 +436,3 @@ def test_arguments_of_a_data_set_cannot_be_changed(path, name):
     one = dataset(path)
     with pytest.raises(AttributeError, match=name):
         setattr(one, name, getattr(one, name))
-
-
-def test_the_environment_says_which_rank_this_is(path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    one = dataset(path)
-    assert (one.rank, one.world_size) == (1, 2)
-    alone = dataset(path, rank=0, world_size=1)
-    assert (alone.rank, alone.world_size) == (0, 1)
-    with pytest.raises(dasksc.InputError, match="seed="):
-        len(dataset(path, seed=None))

@@ -86,24 +86,3 @@ def test_a_mapped_file_costs_its_batches_and_a_decoded_one_its_rows(files: dict[
     for name in ("gzip.h5ad", "csr.zarr"):
         assert rows < project(files[name]) < 3 * rows
     assert project(files["plain.h5ad"], mmap=False) > rows
-
-
-def test_fetch_factor_none_does_not_depend_on_what_may_be_mapped(files: dict[str, Path]) -> None:
-    def chosen(name: str, **options: object) -> int:
-        dataset = dasksc.scDataset(
-            files[name],
-            dasksc.BlockShuffling(64),
-            64,
-            fetch_factor=None,
-            memory_limit="200MB",
-            rank=0,
-            world_size=1,
-            seed=0,
-            **options,
-        )
-        assert dataset.projected_bytes is not None
-        assert dataset.projected_bytes <= 200e6
-        return dataset.fetch_factor
-
-    assert chosen("plain.h5ad") == chosen("plain.h5ad", mmap=False) > 1
-    assert chosen("gzip.h5ad") > 1

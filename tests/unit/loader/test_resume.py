@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from itertools import islice
 
-import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -261,15 +260,6 @@ def test_what_is_no_state_is_refused(state):
     given = re.escape(repr(state))
     with pytest.raises(InputError, match=rf"{given}.*dataset.state_dict\(\)"):
         dataset().load_state_dict(state)
-
-
-def test_another_number_of_rows_is_the_only_difference_reported():
-    def of(n_obs):
-        return scDataset(da.zeros((n_obs, 3), dtype="float32"), BlockShuffling(), 2, seed=0)
-
-    message = "data set: n_obs is 6 and was 8; X is 6 x 3 float32 and was 8 x 3 float32. Create"
-    with pytest.raises(InputError, match=message):
-        of(6).load_state_dict(through_json(of(8).state_dict()))
 
 
 def test_what_is_wrong_in_a_state_is_named():

@@ -87,12 +87,6 @@ def test_a_state_resumes_with_a_multiple_of_the_set_size(path: Path) -> None:
         dataset(path, batch_size=20)
 
 
-def test_a_state_of_other_sets_is_refused(path: Path) -> None:
-    state = dataset(path).state_dict()
-    with pytest.raises(InputError, match="does not fit"):
-        dataset(path, sets(n_controls=2)).load_state_dict(state)
-
-
 def test_expressions_and_filters(path: Path) -> None:
     obs = screen().obs
     data = dataset(path, sets(control="gene == 'ctrl'"), filter="dose < 0.5")

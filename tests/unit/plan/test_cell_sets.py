@@ -80,12 +80,6 @@ def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
             assert set(controls[i * n_controls : (i + 1) * n_controls]) <= pools[key]
 
 
-def test_controls_are_targets_when_included() -> None:
-    sampler = bound(screen(), "gene", 8, control=CONTROL, include_control=True)
-    assert "ctrl" in set(sampler.table.gene)
-    assert "ctrl" not in set(bound(screen(), "gene", 8, control=CONTROL).table.gene)
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_group_smaller_than_a_set_repeats_its_cells_evenly(replace: bool) -> None:
     obs = pd.DataFrame({"gene": ["A"] * 3 + ["B"] * 40})

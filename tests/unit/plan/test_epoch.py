@@ -15,18 +15,6 @@ from dasksc.plan.epochs import EpochCounter
 pytestmark = pytest.mark.core
 
 
-def test_workers_of_one_pass_read_one_epoch() -> None:
-    counter = EpochCounter()
-    assert [counter.join(11, worker, 3) for worker in (2, 0, 1)] == [0, 0, 0]
-    assert [counter.join(12, worker, 3) for worker in (0, 1, 2)] == [1, 1, 1]
-
-
-def test_a_worker_seen_before_begins_the_next_epoch_under_the_same_seed() -> None:
-    counter = EpochCounter()
-    for epoch in range(4):
-        assert [counter.join(11, worker, 2) for worker in (0, 1)] == [epoch, epoch]
-
-
 def test_two_passes_at_once_do_not_mix() -> None:
     counter = EpochCounter()
     assert [counter.join(1, 0, 2), counter.join(2, 0, 2), counter.join(1, 1, 2), counter.join(2, 1, 2)] == [0, 1, 0, 1]

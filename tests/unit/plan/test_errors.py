@@ -30,11 +30,9 @@ def balanced(labels: Any = (1,) * 10, **options: Any) -> ClassBalancedSampling:
     ("make", "facts"),
     [
         (lambda: BlockShuffling(0), "block_size"),
-        (lambda: BlockShuffling(2.5), "block_size"),  # type: ignore[arg-type]
         (lambda: BlockShuffling(indices=[0, 10]), "indices.*10"),
         (lambda: BlockShuffling(indices=[-1, 3]), "indices contain -1"),
         (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices contain 9223372036854775808"),
-        (lambda: BlockShuffling(indices=range(5, 12)), "indices contain 11"),
         (lambda: BlockShuffling(indices=[True, False]), "indices.*10"),
         (lambda: BlockShuffling(indices=[0.5]), "indices.*float64"),
         (lambda: BlockShuffling(indices=[[1]]), "indices"),
@@ -43,44 +41,32 @@ def balanced(labels: Any = (1,) * 10, **options: Any) -> ClassBalancedSampling:
         (lambda: Streaming([[1], [2, 3]]), "indices"),
         (lambda: Streaming(slice("a", "b")), "indices=slice"),
         (lambda: dasksc.SamplingStrategy(3), "indices"),
-        (lambda: BlockWeightedSampling(weights=HIDDEN), "weights"),
-        (lambda: BlockWeightedSampling(weights=DURATIONS), "weights"),
-        (lambda: BlockWeightedSampling(weights=np.ones(10, object)), "weights"),
         (lambda: BlockWeightedSampling(weights=np.ones(10) * 1j), "weights"),
         (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights"),
         (lambda: BlockWeightedSampling(weights="n"), r"weights='n'.*adata\.obs\['n'\]"),
-        (lambda: BlockWeightedSampling(weights=np.ones(9)), "weights.*10"),
         (lambda: BlockWeightedSampling(weights=np.ones(9), indices=[1, 2]), "weights.*10.*2"),
         (lambda: BlockWeightedSampling(weights=[-1] + [1] * 9), "weights.*-1"),
         (lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]), "weights.*row 5"),
-        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "weight of row 9 is inf"),
         (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights"),
         (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "the sum is inf"),
         (lambda: BlockWeightedSampling(weights=[], indices=[]), "indices="),
         (lambda: BlockWeightedSampling(total_size=0), "total_size"),
-        (lambda: BlockWeightedSampling(sampling_size=0, replace=False), "sampling_size"),
         (lambda: BlockWeightedSampling(total_size=11, replace=False), "11.*10"),
         (lambda: BlockWeightedSampling(weights=[1] * 4 + [0] * 6, replace=False, sampling_size=5), "5.*4"),
         (lambda: ClassBalancedSampling(), "labels=.*label_key="),
-        (lambda: balanced(label_key="a"), "labels=.*label_key="),
         (lambda: balanced("type"), "labels='type'.*label_key='type'"),
-        (lambda: balanced([]), "labels.*10"),
         (lambda: balanced([1, 2]), "labels.*10"),
         (lambda: balanced([0, 1, 0], indices=range(5)), "labels.*10.*5.*indices"),
         (lambda: balanced(3), "labels"),
         (lambda: balanced(np.ones((10, 2))), "labels"),
-        (lambda: balanced([[1], [2, 3]] * 5), "labels"),
         (lambda: balanced([-1] * 10), "label"),
         (lambda: balanced(smoothing="0"), "smoothing"),
         (lambda: balanced(smoothing=1.5), "smoothing.*1.5"),
-        (lambda: balanced(smoothing=NAN), "smoothing"),
         (lambda: balanced(temperature=0), "temperature"),
         (lambda: balanced(temperature=NAN), "temperature"),
-        (lambda: balanced(temperature=True), "temperature"),
         (lambda: balanced(smoothing=0.1, temperature=2), "smoothing=.*temperature="),
         (lambda: balanced(["a"] * 10, class_weights={"b": 1}), "class_weights.*'b'.*label.*'a'"),
         (lambda: balanced(class_weights=[1]), "class_weights"),
-        (lambda: balanced(["a"] * 10, class_weights={"a": "1"}), "class_weights.*'1'"),
         (lambda: balanced(["a"] * 10, class_weights={"a": -1}), "class_weights.*-1"),
         (lambda: balanced(["a"] * 10, class_weights={"a": 0}), "class_weights"),
         (lambda: balanced([0] * 9 + [1], replace=False, total_size=4), "total_size=4"),
@@ -88,7 +74,6 @@ def balanced(labels: Any = (1,) * 10, **options: Any) -> ClassBalancedSampling:
         (lambda: Own([1, 2], length=3), "Own.get_len.*get_indices"),
         (lambda: Own([1, 10]), "Own.get_indices.*10"),
         (lambda: Own([0.5]), "Own.get_indices.*float64"),
-        (lambda: Own([[1], [2]]), "Own.get_indices.*int64"),
         (lambda: Own([1], length=-1), "Own.get_len.*-1"),
         (lambda: Own([1], length="three"), "Own.get_len.*'three'"),
         (lambda: "shuffle", "strategy.*dasksc.BlockShuffling"),
@@ -106,19 +91,14 @@ def test_strategies_that_cannot_draw_are_refused(make: Any, facts: str) -> None:
         ({"by": ["gene", "gene"]}, InputError, "twice"),
         ({"by": 3}, WrongTypeError, "by"),
         ({"set_size": 2.5}, InputError, "set_size"),
-        ({"block_size": 0}, InputError, "block_size"),
-        ({"n_sets": 0}, InputError, "n_sets"),
         ({"n_controls": 0, "control": CONTROL}, InputError, "n_controls"),
         ({"incomplete": "keep"}, InputError, "'repeat'.*'drop'.*'keep'"),
         ({"incomplete": np.ones(2)}, InputError, "incomplete"),
-        ({"unmatched": "loosen"}, InputError, "unmatched"),
         ({"replace": "no"}, InputError, "replace.*'no'"),
         ({"replace": False, "n_sets": 3}, InputError, "replace=False"),
         ({"weights": "rows"}, InputError, "weights.*'cells'.*'groups'"),
         ({"weights": pd.Series({"A": 1.0})}, WrongTypeError, r"weights.*'cells'.*to_dict\(\)"),
-        ({"weights": None}, WrongTypeError, "weights.*'cells'.*'groups'"),
         ({"weights": {"A": 1.0}}, InputError, "weights.*4 of 5"),
-        ({"weights": {}}, InputError, "weights.*5 of 5"),
         ({"weights": {"Z": 1.0}}, MissingKeyError, "weights.*'Z'"),
         ({"weights": {"A": -1.0}}, InputError, "weights.*'A'.*-1"),
         ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, InputError, "weights"),
@@ -135,7 +115,6 @@ def test_strategies_that_cannot_draw_are_refused(make: Any, facts: str) -> None:
         ({"control": np.ones(2000, dtype=bool)}, InputError, "match="),
         ({"control": "gene == 'ctrl'"}, InputError, "control=.*scDataset"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, InputError, "none of the 1 rows"),
-        ({"control": CONTROL, "control_indices": [0, 2000]}, InputError, "control_indices.*2000"),
         ({"set_size": 1500, "incomplete": "drop"}, InputError, "incomplete='drop'.*1500"),
         ({"indices": []}, InputError, "0 rows"),
     ],
@@ -154,9 +133,7 @@ def test_sets_that_cannot_be_drawn_are_refused(options: dict[str, Any], error: t
         ([0, 1], "0", r"'0'.*mean 0\?"),
         ([False, True], "True", r"'True'.*mean True\?"),
         (["0", "1"], 0, r"0.*mean '0'\?"),
-        ([100, 1001], 1002, "1002.*100"),
         (["ctrl", "A"], "ctrI", r"'ctrI'.*mean 'ctrl'\?"),
-        (["ctrl", "A"], "xyz", "'xyz'.*'A'"),
     ],
 )
 def test_a_label_that_is_missing_is_told_apart_by_its_type(labels: list[Any], given: Any, facts: str) -> None:
@@ -180,27 +157,11 @@ def test_columns_that_are_missing_or_continuous_are_refused_by_argument() -> Non
         CellSets("gene", 4).get_len(np.zeros((20, 3)))
 
 
-@pytest.mark.parametrize("n", [20, 600])
-def test_a_continuous_column_is_no_label(n: int) -> None:
-    import dask.array as da
-
-    values = np.random.default_rng(0).random(n)
-    for labels in (values, values.astype(">f4"), pd.Series(values), da.from_array(values, chunks=7)):
-        with pytest.raises(InputError, match=f"{n}.*pandas.cut"):
-            bind(ClassBalancedSampling(labels), None, n, lambda key: None)
-
-
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
         ({"batch_size": 0}, "batch_size"),
-        ({"batch_size": True}, "batch_size"),
-        ({"fetch_factor": 0}, "fetch_factor"),
-        ({"world_size": 0}, "world_size"),
         ({"rank": 2, "world_size": 2}, "rank.*2"),
-        ({"rank": 0.5}, "rank"),
-        ({"seed": 2**64}, "seed"),
-        ({"seed": "7"}, "seed"),
         ({"epoch": -1}, "epoch"),
         ({"epoch": 2**32}, "epoch"),
     ],

@@ -31,23 +31,6 @@ def raised(outcomes: list[object]) -> RankMismatchError:
     return error
 
 
-@given(world_size=RANKS, drop_last=st.booleans(), equal_ranks=st.booleans(), n_obs=st.sampled_from([1, 9, 103, 120]))
-def test_ranks_share_every_epoch_and_repeat_or_drop_what_they_account_for(world_size, drop_last, equal_ranks, n_obs):
-    def act(rank, store):
-        options = {"drop_last": drop_last, "equal_ranks": equal_ranks}
-        one = rank_of(rank, world_size, store, np.arange(n_obs), **options)
-        return [([batch.tolist() for batch in one], one.stats()) for _ in range(2)]
-
-    for epoch in zip(*on_ranks(world_size, act), strict=True):
-        seen = Counter(chain(*chain(*(batches for batches, _ in epoch))))
-        total = epoch[0][1]
-        assert seen.total() == n_obs + total["n_padded"] - total["n_dropped"]
-        assert n_obs - len(seen) == total["n_dropped"]
-        assert drop_last or not total["n_dropped"]
-        if equal_ranks:
-            assert len({tuple(map(len, batches)) for batches, _ in epoch}) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "differing"),
     [
@@ -100,24 +83,6 @@ def test_ranks_in_different_epochs_stop_before_the_first_batch():
 
     error = raised(on_ranks(2, act))
     assert "rank 0 reads epoch 0 and rank 1 reads epoch 5" in str(error)
-
-
-def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
-    both = Barrier(2)
-
-    def act(rank, store):
-        one = rank_of(rank, 2, store)
-        if rank == 0:
-            next(iter(one))
-            both.wait()
-        else:
-            batches = iter(one)
-            next(batches)
-            both.wait()
-            next(batches)
-
-    error = raised(on_ranks(2, act))
-    assert "rank 0 stopped iteration 0 over this data set after 1 batches; rank 1 continued after batch 1" in str(error)
 
 
 @pytest.mark.parametrize(("n_batches", "expected"), [(3, "stopped it after 3"), (None, "read it to the end")])

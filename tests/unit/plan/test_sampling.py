@@ -317,20 +317,6 @@ def test_rows_whose_codes_are_no_label_are_never_drawn() -> None:
         assert_drawn_by(counts_of(ClassBalancedSampling(labels, 1, total_size=3000), 5), [0, 0.5, 0, 1, 0.5])
 
 
-def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
-    import dask.array as da
-
-    labels = np.array(["a", "b", "b", "b"])
-    obs = {"cell_type": pd.Series(labels)}
-    named = sampler_of(ClassBalancedSampling(label_key="cell_type", block_size=8), 4, obs)
-    given_ = sampler_of(ClassBalancedSampling(labels, 8), 4)
-    lazy = sampler_of(ClassBalancedSampling(da.from_array(labels, chunks=3), 8), 4)
-    positions = np.arange(4, dtype=np.int64)
-    assert named.digest() == given_.digest()
-    for sampler in (named, lazy):
-        np.testing.assert_array_equal(sampler.draw(3, 1).rows(positions), given_.draw(3, 1).rows(positions))
-
-
 MASK = np.arange(30) % 4 == 1
 SUBSETS: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(30))),

@@ -81,28 +81,6 @@ def test_a_chunk_is_one_task_and_one_fetch_of_its_rows(layout: str) -> None:
     assert matrix.fetches == [list(range(20, 40))]
 
 
-INDICES = [
-    (slice(None), slice(None)),
-    (slice(5, 50, 7), slice(None)),
-    (slice(None, None, -1), slice(2, 9)),
-    ([50, 3, 3, 21], slice(None)),
-    (slice(None), [5, 0, 16]),
-    (slice(None), [5, 5, 0]),
-    (slice(4, 4), slice(None)),
-    (np.arange(N_OBS) % 3 == 0, slice(None)),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("index", INDICES)
-@pytest.mark.parametrize("chunk_rows", [7, 1000])
-def test_any_index_gives_what_it_gives_in_memory(layout: str, index: Any, chunk_rows: int) -> None:
-    matrix, values = recorded(layout)
-    array = to_dask(matrix, chunk_rows=chunk_rows)
-    got = array[index].compute(scheduler="synchronous")
-    np.testing.assert_array_equal(dense(got), values[index])
-
-
 def test_a_file_that_was_replaced_gives_other_keys(tmp_path: Path) -> None:
     path = write_store(make_adata(), tmp_path, "h5ad")
     before = to_dask(open_matrix(path, "X")).name

@@ -57,22 +57,6 @@ def test_an_atlas_opens_as_its_h5ad(atlas: Any) -> None:
         dasksc.open(path, reader_options={"gene_tabel": "x"})
 
 
-def test_it_joins_converts_and_is_described(atlas: Any, tmp_path: Path) -> None:
-    h5ad, path, options = atlas
-    expected = dense(dasksc.open(h5ad).X.compute())
-    data = dasksc.open(path, reader_options=options)
-    report = dasksc.convert(path, tmp_path / "out.zarr", seed=1, reader_options=options, verify=True)
-    assert (report.n_obs, report.is_verified) == (N_OBS, True)
-    converted = dasksc.open(tmp_path / "out.zarr")
-    np.testing.assert_array_equal(
-        dense(converted.X.compute()), expected[dasksc.open(h5ad).obs_names.get_indexer(converted.obs_names)]
-    )
-    joined = dasksc.open([data, dasksc.open(h5ad)], label="from")
-    np.testing.assert_array_equal(dense(joined.X.compute()), np.vstack([expected, expected]))
-    np.testing.assert_allclose(dasksc.statistics(data).genes["mean"], expected.mean(axis=0), rtol=1e-6)
-    assert dasksc.check(dasksc.scDataset(data, batch_size=16, seed=0)).n_rows == N_OBS
-
-
 def test_a_matrix_is_pickled_and_holds_at_most_its_cost(atlas: Any) -> None:
     h5ad, path, options = atlas
     matrix = matrix_of(dasksc.open(path, reader_options=options).X)

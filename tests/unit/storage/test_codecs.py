@@ -13,7 +13,6 @@ from unittest import mock
 
 import anndata as ad
 import google_crc32c
-import h5py
 import numcodecs
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc, inflate
 from dasksc.kernels import zstd as zstd_kernels
 from dasksc.kernels.lzf import decode_lzf
-from dasksc.storage import chunked, codecs, open_matrix
+from dasksc.storage import chunked, open_matrix
 from dasksc.storage.codecs import (
     Blosc,
     Chain,
@@ -264,16 +263,6 @@ def test_corrupt_zstandard_chunks_write_nothing_outside(data: st.DataObject) -> 
     assert failed in (-1, 0)
 
 
-@pytest.mark.parametrize("rows", [(0, 1), (17, 70_003)], ids=str)
-def test_parts_of_zstandard_chunks_need_no_functions_of_the_library(
-    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(codecs, "zstd_functions", lambda: None)
-    chain = Chain(codecs=(Zstd(),), dtype=np.dtype(np.int32))
-    found = chain.decode(zstd_chunk(VALUES), shape=(N,), skipped=0, rows=rows)
-    np.testing.assert_array_equal(found, VALUES[slice(*rows)])
-
-
 @needs_getitem
 def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None:
     X = sp.random(3000, 200, density=0.5, format="csr", dtype=np.float32, random_state=0)
@@ -287,20 +276,6 @@ def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None
     assert [call.args[4].tolist() for call in called.call_args_list] == [[0], [0, 0, 1, 2], [0, 0, 1, 2]]
     indptr, indices, data = fetched.gather_csr(np.arange(5))
     assert (sp.csr_matrix((data, indices, indptr), shape=(5, 200)) != X[rows]).nnz == 0
-
-
-@needs_getitem
-def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
-    hdf5plugin = pytest.importorskip("hdf5plugin")
-    dense = np.random.default_rng(1).poisson(1, (900, 50)).astype(np.float32)
-    with h5py.File(tmp_path / "x.h5ad", "w") as file:
-        file.create_dataset("X", data=dense, chunks=(100, 50), **hdf5plugin.Blosc())
-    rows = np.array([3, 250, 899])
-    out = np.empty((3, 50), dtype=np.float32)
-    with mock.patch.object(chunked.blosc, "getitems", wraps=blosc.getitems) as called:
-        open_matrix(tmp_path / "x.h5ad", "X").fetch(rows).gather(np.arange(3), out=out)
-    assert called.called
-    np.testing.assert_array_equal(out, dense[rows])
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:

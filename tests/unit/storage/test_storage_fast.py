@@ -341,19 +341,6 @@ def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -
     check_same(tmp_path / "x.h5ad", random)
 
 
-def test_an_array_read_the_slow_way_is_named_once_with_the_reason(
-    random: Random, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression=32008)
-    with caplog.at_level(logging.INFO, "dasksc"):
-        matrix = open_matrix(tmp_path / "x.h5ad", "layers/dense")
-        matrix.fetch(np.arange(20))
-        matrix.fetch(np.arange(20))
-    (message,) = caplog.messages
-    assert "x.h5ad:/layers/dense is read through h5py" in message
-    assert "bitshuffle" in message
-
-
 def chunk_files(path: Path, name: str) -> list[Path]:
     return sorted(file for file in (path / name).rglob("*") if file.is_file() and file.name != "zarr.json")
 
@@ -452,15 +439,6 @@ def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray],
     return [block[a : a + n] for a, n in zip(firsts, stops - starts, strict=True)], reached.held_bytes
 
 
-@given(st.lists(st.tuples(st.integers(0, N_ROWS), st.integers(0, 300)), min_size=1, max_size=60))
-def test_any_runs_are_read(array: SlicedArray, values: np.ndarray, runs: list[tuple[int, int]]) -> None:
-    starts = np.sort([start for start, _ in runs])
-    stops = np.minimum(starts + [n for _, n in runs], N_ROWS)
-    for start, stop, got in zip(starts, stops, read(array, starts, stops)[0], strict=True):
-        if stop > start:
-            np.testing.assert_array_equal(got, values[start:stop])
-
-
 def test_scattered_rows_hold_no_rows_in_between(
     array: SlicedArray, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,9 +446,9 @@ def test_scattered_rows_hold_no_rows_in_between(
     reader = array.reader()
 
     def recording() -> Any:
-        def read(start: int, stop: int, *, into: np.ndarray) -> None:
+        def read(start: int, stop: int, into: np.ndarray) -> None:
             slices.append(stop - start)
-            reader(start, stop, into=into)
+            reader(start, stop, into)
 
         return read
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gzip
 import os
 import re
 import time
@@ -12,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import h5py
-import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -68,20 +66,6 @@ def test_edge_chunks_stored_without_filters_are_read(tmp_path: Path) -> None:
             space = h5py.h5s.create_simple(VALUES.shape)
             h5py.Dataset(h5py.h5d.create(file.id, b"X", h5py.h5t.IEEE_F32LE, space, plist))[...] = VALUES
         np.testing.assert_array_equal(read(path), VALUES)
-
-
-def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
-    group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
-    group.create_array("X", data=VALUES, chunks=(50, 6), compressors=numcodecs.GZip(level=1))
-    chunk = tmp_path / "store" / "X" / "0.0"
-    whole = gzip.decompress(chunk.read_bytes())
-    chunk.write_bytes(gzip.compress(whole[:400]) + gzip.compress(whole[400:]))
-    np.testing.assert_array_equal(read(tmp_path / "store"), VALUES)
-    # A chunk that decompresses to more or fewer bytes than expected is refused.
-    for wrong in (whole[:-4], whole + b"more"):
-        chunk.write_bytes(gzip.compress(wrong[:400]) + gzip.compress(wrong[400:]))
-        with pytest.raises(CorruptDataError, match="X: row"):
-            read(tmp_path / "store")
 
 
 def wait_for_the_clock_of(folder: Path) -> None:

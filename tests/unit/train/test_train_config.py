@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingPathError, World
-from dasksc.plan.named import STRATEGIES
+from dasksc.plan.named import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at
@@ -43,12 +44,16 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     }
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
+    not_in_yaml |= {"equal_ranks"}  # training requires its default
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= data.keys()
     # `names` is set by `dasksc train`, which needs cell names only for index_unique. Attached arrays fit one atlas, and
     # a training may open others for validation and prediction.
     opened = set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach", "obs", "mmap"}
     assert opened == data["open"].keys()
-    assert {name: f"dasksc:{cls.__name__}" for name, cls in STRATEGIES.items()} == NAMES
+    named = dict(SHORT_NAMES)
+    for name in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "CellSets"):
+        named[name] = named[re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()] = getattr(dasksc, name)
+    assert {name: f"dasksc:{cls.__name__}" for name, cls in named.items()} == NAMES
 
 
 @pytest.mark.parametrize(
@@ -58,27 +63,19 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ({"training": {"gradient_clipping": 1}}, ["training.gradient_clipping", "training.gradient_clip"]),
         ({"training": {"fsdp": {"sharding_stategy": "x"}}}, ["training.fsdp.sharding_stategy", "sharding_strategy"]),
         ({"training": {"precision": "bf16"}}, ["training.precision", "bf16-mixed"]),
-        ({"training": {"logger": ["csv", "std"]}}, ["training.logger", "std"]),
         ({"training": {"scheduler": "cosine_warmpu"}}, ["training.scheduler.name", "cosine_warmup"]),
         ({"training": {"max_epochs": 0}}, ["training.max_epochs=0", "at least 1"]),
-        ({"training": {"optimizer": "adamwx"}}, ["training.optimizer", "adamwx"]),
-        ({"training": {"optimizer": {"weigth_decay": 1}}}, ["training.optimizer.weigth_decay", "weight_decay"]),
         ({"training": {"optimizer": {"lr": "fast"}}}, ["training.optimizer.lr", "fast"]),
         ({"data": {"batch_size": 8}}, ["data.path"]),
         ({"data": {"path": "a", "batch_size": True}}, ["data.batch_size", "True"]),
-        ({"data": {"path": "a", "equal_ranks": False}}, ["data.equal_ranks", "False"]),
+        ({"data": {"path": "a", "equal_ranks": False}}, ["data.equal_ranks"]),
         ({"data": {"path": "a", "open": {"joint": "outer"}}}, ["data.open.joint", "data.open.join"]),
         ({"data": {"path": "a", "validation": {"share": 0.1, "hold_out": {"a": "b"}}}}, ["hold_out", "share"]),
-        ({"data": {"path": "a", "strategy": {"block": 4}}}, ["data.strategy.block", "block_size"]),
         ({"model": {"name": "vae", "latent_dims": 3}}, ["model.latent_dims", "latent_dim"]),
-        ({"model": {"latent_dim": 3}}, ["model.name"]),
         ({"model": "mlp_classifier"}, ["model.label"]),
         ({"model": {**CLASSIFIER, "hidden_dim": 16.5}}, ["model.hidden_dim", "16.5"]),
         ({"tokenizer": {"strategy": "rank"}}, ["tokenizer", "rank_value"]),
         ({"tokenizer": {"masking": 0.15}}, ["tokenizer.masking", "mask_ratio"]),
-        ({"tokenizer": {"max_gene": 4}}, ["tokenizer.max_gene", "max_genes"]),
-        ({"tokenizer": {"masking": {"mask_ratios": 0.15}}}, ["mask_ratios", "mask_ratio"]),
-        ({"predict": {"out": "a.zarr", "outt": "emb.zarr"}}, ["predict.outt"]),
         ({"predict": {"key": "X_mine"}}, ["predict.out is missing"]),
     ],
     ids=str,

@@ -74,9 +74,7 @@ def binned(cell: list[float], ids: list[int], n_bins: int, key: int) -> list[tup
 
 def keys_of(seed: int, epoch: int, rows: list[int]) -> list[int]:
     (key,) = np.random.SeedSequence(seed, spawn_key=(epoch, 5)).generate_state(1, np.uint64).tolist()
-    for row in rows:
-        key = twins.mix(key ^ twins.mix(row))
-    return [twins.stream(key, i) for i in range(len(rows))]
+    return twins.row_keys(key, rows)
 
 
 def chosen(key: int, n: int, k: int) -> list[int]:
@@ -218,14 +216,6 @@ def test_padding_reaches_the_longest_cell_or_the_largest_length():
     assert fixed(batch_of(cells, "csr")).input_ids.shape == (2, 7) == (2, fixed.max_length)
 
 
-def test_medians_put_a_gene_that_is_rare_for_its_median_first():
-    made = RankTokens(["a", "b", "c"], medians=[10.0, 1.0, 1.0])(
-        Batch(X=torch.tensor([[20.0, 3.0, 0.0]]), index=torch.tensor([0]))
-    )
-    assert made.input_ids.tolist() == [[4, 3]]
-    assert made["values"].tolist() == [[3.0, 2.0]]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "ids"),
     [
@@ -262,29 +252,42 @@ def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, na
         Vocabulary.read(tmp_path / name)
 
 
-def test_a_vocabulary_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MissingPathError, match="none.json"):
-        RankTokens(GENES, vocabulary=tmp_path / "none.json")
+def batch_with_nan() -> Batch:
+    X = torch.ones(2, N_GENES)
+    X[1, 3] = torch.nan
+    return Batch(X=X, index=torch.tensor([30, 31]))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("use", "error", "fact"),
     [
-        (lambda: RankTokens("CD4"), r"genes='CD4'.*genes=\['CD4'\]"),
-        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), "AnnData.*adata.var_names"),
-        (lambda: ValueBins(pd.DataFrame(index=GENES)), "DataFrame.*var.index"),
-        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), "dasksc.tokens.Vocabulary"),
-        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), "medians is a dict; give an array"),
+        (lambda: RankTokens("CD4"), WrongTypeError, r"genes=\['CD4'\]"),
+        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), WrongTypeError, "adata.var_names"),
+        (lambda: ValueBins(pd.DataFrame(index=GENES)), WrongTypeError, "var.index"),
+        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), WrongTypeError, "dasksc.tokens.Vocabulary"),
+        (lambda: RankTokens(GENES, vocabulary="none.json"), MissingPathError, "none.json"),
+        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), WrongTypeError, "medians"),
+        (lambda: RankTokens(GENES, medians=[1.0]), InputError, r"\(1,\)"),
+        (lambda: RankTokens(GENES, medians=[0.0] * 9), InputError, "above 0"),
+        (lambda: RankTokens(["a", "b", "a"]), InputError, "'a'.*var_names_make_unique"),
+        (lambda: RankTokens(GENES, max_genes=0), InputError, "max_genes"),
+        (lambda: RankTokens(GENES, mask_ratio=1.0), InputError, r"mask_ratio=1.0 .* \[0, 1\)"),
+        (lambda: RankTokens(GENES, mask_ratio="0.15"), InputError, "mask_ratio='0.15'"),
+        (lambda: RankTokens(GENES, keep_ratio=-0.1), InputError, r"keep_ratio=-0.1 .* \[0, 1\]"),
+        (lambda: RankTokens(GENES, random_replace_ratio=0.6, keep_ratio=0.5), InputError, "0.6.*keep_ratio=0.5"),
+        (lambda: RankTokens(GENES, prepend_cls="no"), InputError, "prepend_cls.*'no'"),
+        (lambda: RankTokens(GENES, missing="ignore"), InputError, "'error'.*'drop'"),
+        (lambda: RankTokens(GENES, padding=True), InputError, "padding"),
+        (lambda: RankTokens(GENES, seed=-1), InputError, "seed"),
+        (lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 4), index=torch.arange(2))), InputError, "4 .* 9 "),
+        (lambda: RankTokens(GENES)(batch_with_nan()), InputError, "row 31 .*NaN"),
+        (lambda: RankTokens(GENES)({"X": torch.ones(2, N_GENES)}), InputError, "transform="),
+        (lambda: dasksc.scDataset(np.ones((4, 9)), batch_transform=RankTokens(GENES)), InputError, "batch_transform="),
     ],
 )
-def test_other_types_of_genes_vocabularies_and_medians_raise(make, message):
-    with pytest.raises(WrongTypeError, match=message):
-        make()
-
-
-def test_a_tokenizer_used_as_a_hook_raises_with_advice():
-    with pytest.raises(InputError, match="batch_transform=.* transform="):
-        dasksc.scDataset(ad.AnnData(np.ones((4, 9))), batch_size=2, batch_transform=RankTokens(GENES), seed=0)
+def test_what_makes_no_tokens_is_refused(use, error, fact):
+    with pytest.raises(error, match=fact):
+        use()
 
 
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
@@ -297,45 +300,6 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         assert made.attention_mask.tolist() == [[True, True], [False, False]]
     with pytest.raises(MissingKeyError, match="IDs"):
         RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_genes": 0}, "max_genes"),
-        ({"mask_ratio": 1.0}, r"mask_ratio=1.0 .* \[0, 1\)"),
-        ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
-        ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
-        ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
-        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6.*keep_ratio=0.5"),
-        ({"prepend_cls": "no"}, "prepend_cls.*'no'"),
-        ({"missing": "ignore"}, "'error'.*'drop'"),
-        ({"padding": True}, "padding must be"),
-        ({"medians": [1.0]}, r"\(1,\)"),
-        ({"medians": [0.0] * 9}, "above 0"),
-        ({"seed": -1}, "seed must be"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        RankTokens(GENES, **options)
-
-
-def test_names_that_are_there_twice_are_refused():
-    with pytest.raises(InputError, match="'a'.*var_names_make_unique"):
-        RankTokens(["a", "b", "a"])
-
-
-def test_a_batch_of_other_columns_or_with_nan_is_refused():
-    tokens = RankTokens(GENES)
-    with pytest.raises(InputError, match="4 .* 9 "):
-        tokens(Batch(X=torch.ones(2, 4), index=torch.arange(2)))
-    X = torch.ones(2, N_GENES)
-    X[1, 3] = torch.nan
-    with pytest.raises(InputError, match="row 31 of X holds NaN"):
-        tokens(Batch(X=X, index=torch.tensor([30, 31])))
-    with pytest.raises(InputError, match=r"scDataset\(transform="):
-        tokens({"X": X})
 
 
 @pytest.fixture(scope="module")
@@ -365,19 +329,6 @@ def as_lists(batches) -> list[tuple]:
     ]
 
 
-def test_a_data_set_yields_tokens_aligned_with_obs(path):
-    adata = ad.read_h5ad(path)
-    tokens = RankTokens(adata.var_names, max_genes=5)
-    dataset = dataset_of(path, tokens)
-    names = np.array(["", "", "", *adata.var_names])
-    for batch in dataset:
-        assert list(batch.obs["cell_type"]) == list(adata.obs["cell_type"].cat.codes.to_numpy()[batch.index])
-        for row, ids, mask in zip(batch.index, batch.input_ids, batch.attention_mask, strict=True):
-            cell = np.asarray(adata.X[int(row)].todense()).ravel().astype(np.float32)
-            best = [gene for gene in np.argsort(-cell, kind="stable") if cell[gene] != 0][:5]
-            assert names[ids[mask].numpy()].tolist() == adata.var_names[best].tolist()
-
-
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_masks_are_the_same_after_a_resume(path, layout):
     tokens = ValueBins(dasksc.open(path).var_names, mask_ratio=0.4)
@@ -392,22 +343,6 @@ def test_masks_are_the_same_after_a_resume(path, layout):
     again = dataset_of(path, tokens)
     again.load_state_dict(state)
     assert as_lists(again) == epochs[0][5:]
-
-
-def test_ranks_mask_a_batch_as_a_single_process_does(path):
-    tokens = RankTokens(dasksc.open(path).var_names, mask_ratio=0.4, seed=9)
-    bare = dasksc.scDataset(
-        path,
-        dasksc.BlockShuffling(4),
-        batch_size=8,
-        fetch_factor=2,
-        layout="csr",
-        obs=["cell_type"],
-        seed=3,
-        rank=1,
-        world_size=2,
-    )
-    assert as_lists(dataset_of(path, tokens, rank=1, world_size=2)) == as_lists(map(tokens, bare))
 
 
 def test_transforms_travel(path):

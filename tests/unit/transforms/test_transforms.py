@@ -71,10 +71,6 @@ def test_adata_to_mindex_gives_dense_x_and_the_columns_asked_for(adata):
     assert part["n_counts"].tolist() == [4.0, 0.0]
 
 
-def test_adata_to_mindex_without_columns_has_x_alone(adata):
-    assert adata_to_mindex(adata).names == ["X"]
-
-
 def test_fetch_transform_adata_is_a_float32_tensor_without_columns(adata):
     X = fetch_transform_adata(adata)
     assert X.dtype == torch.float32
@@ -125,10 +121,6 @@ def test_hf_tahoe_to_tensor_of_no_cells_or_only_empty_ones(batch):
     dense = hf_tahoe_to_tensor(batch, num_genes=5)
     assert dense.shape == (n_cells, 5)
     assert not dense.any()
-
-
-def test_hf_tahoe_to_tensor_defaults_to_the_genes_of_tahoe():
-    assert hf_tahoe_to_tensor(CELLS).shape == (3, 62713)
 
 
 @pytest.mark.parametrize(

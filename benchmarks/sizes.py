@@ -1,6 +1,6 @@
 """Table of the sizes of dasksc and other loaders in docs/benchmarks.md.
 
-``python -m tests.support.sizes`` counts the sources of this repository and of the newest wheels of the other loaders,
+``python benchmarks/sizes.py`` counts the sources of this repository and of the newest wheels of the other loaders,
 which pip downloads, and writes the table.
 """
 
@@ -19,8 +19,7 @@ from pathlib import Path
 from token import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, STRING
 from tokenize import generate_tokens
 
-from tests.support.programs import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLE = re.compile(r"(?<=<!-- sizes -->\n).*?(?=<!-- end -->)", re.DOTALL)
 PEERS = ("scDataset", "annbatch", "cell-load", "tiledbsoma-ml", "turboloader")

@@ -1,6 +1,6 @@
 """Sharded Zarr v3 arrays, written shard by shard in bounded memory; zarr-python writes their metadata.
 
-A shard is one file of separately compressed chunks, with an index of the chunks at its end. The
+A shard is one file of chunks, compressed separately or not at all, with an index of the chunks at its end. The
 codec and its options were chosen by the measurements in ``benchmarks/README.md``: the output of LZ4HC is smaller than
 that of LZ4, and faster to decode, because it consists of fewer pieces to copy; every epoch benefits.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import google_crc32c
 import numpy as np
 import zarr
 from numcodecs import blosc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec
 
-from dasksc.output.elements import shard_index
 from dasksc.output.work_folder import atomic_path, sync
 
 __all__ = ["ShardWriter", "ShardedArray", "Shuffle", "shard_writer"]
@@ -34,33 +34,34 @@ _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
 # small blocks waste less. C-Blosc multiplies the requested size by the number of bytes per value, and raises the result
 # to at least 64 KiB. Values of up to four bytes therefore get blocks of 64 KiB.
 _BLOCK_BYTES = 16 * 2**10
+# Index entry of a chunk that was not written.
+_ABSENT = (2**64 - 1, 2**64 - 1)
 _USUAL_SHARDS = 16
 _SHARD_VALUES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedArray:
-    """Array of one or two dimensions whose chunks and shards are as wide as the array."""
+    """Array of one or two dimensions whose chunks and shards are as wide as the array; `shuffle` None: uncompressed."""
 
     folder: Path
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_rows: int
-    shuffle: Shuffle = "shuffle"
+    shuffle: Shuffle | None = "shuffle"
+    given_shard_rows: int | None = None
 
     @property
     def shard_rows(self) -> int:
         """Rows per shard: whole chunks, in at most 16 shards unless these would have too many values."""
+        if self.given_shard_rows is not None:
+            return self.given_shard_rows
         most = _SHARD_VALUES // max(1, math.prod(self.shape[1:])) // self.chunk_rows
         return self.chunk_rows * max(1, min(-(-self.shape[0] // (self.chunk_rows * _USUAL_SHARDS)), most))
 
     @property
     def n_shards(self) -> int:
         return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.shard_rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, k: int) -> tuple[int, int]:
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.shape[0])
@@ -73,6 +74,11 @@ class ShardedArray:
         """Make the folder a Zarr array; shards in it are kept."""
         # Zarr does not allow empty chunks, which an array without columns would have.
         across = [max(1, length) for length in self.shape[1:]]
+        codec = None
+        if self.shuffle is not None:
+            codec = BloscCodec(
+                typesize=self.dtype.itemsize, cname=_CODEC, clevel=_LEVEL, shuffle=self.shuffle, blocksize=_BLOCK_BYTES
+            )
         (self.folder / "zarr.json").unlink(missing_ok=True)  # of a process that was killed
         zarr.create_array(
             self.folder,
@@ -80,9 +86,7 @@ class ShardedArray:
             dtype=self.dtype,
             chunks=(self.chunk_rows, *across),
             shards=(self.shard_rows, *across),
-            compressors=BloscCodec(
-                typesize=self.dtype.itemsize, cname=_CODEC, clevel=_LEVEL, shuffle=self.shuffle, blocksize=_BLOCK_BYTES
-            ),
+            compressors=codec,
             fill_value=0,
             attributes=attributes,
         )
@@ -103,17 +107,21 @@ class ShardWriter:
         done = 0
         while done < len(rows):
             n = min(len(rows) - done, len(self._chunk) - self._n_held)
-            self._chunk[self._n_held : self._n_held + n] = rows[done : done + n]
-            self._n_held += n
+            part = rows[done : done + n]
             done += n
+            if n == len(self._chunk):  # not copied
+                self._write_chunk(np.ascontiguousarray(part, dtype=self._chunk.dtype))
+                continue
+            self._chunk[self._n_held : self._n_held + n] = part
+            self._n_held += n
             if self._n_held == len(self._chunk):
-                self._write_chunk()
+                self._write_chunk(self._chunk)
 
-    def _write_chunk(self) -> None:
-        # Zarr stores edge chunks with their full shape.
-        self._chunk[self._n_held :] = 0
-        shuffle = _SHUFFLES[self._array.shuffle]
-        encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)
+    def _write_chunk(self, chunk: NDArray[Any]) -> None:
+        encoded: Any = chunk.reshape(-1).view(np.uint8)
+        if self._array.shuffle is not None:
+            shuffle = _SHUFFLES[self._array.shuffle]
+            encoded = blosc.compress(chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)
         self._file.write(encoded)
         self._chunks.append((self._n_bytes, len(encoded)))
         self._n_bytes += len(encoded)
@@ -121,8 +129,12 @@ class ShardWriter:
 
     def finish(self) -> None:
         if self._n_held:
-            self._write_chunk()
-        self._file.write(shard_index(self._chunks, self._array.shard_rows // self._array.chunk_rows))
+            self._chunk[self._n_held :] = 0  # Zarr stores edge chunks with their full shape
+            self._write_chunk(self._chunk)
+        n_absent = self._array.shard_rows // self._array.chunk_rows - len(self._chunks)
+        index: bytes = np.array(self._chunks + [_ABSENT] * n_absent, dtype="<u8").tobytes()
+        checksum: int = google_crc32c.value(index)
+        self._file.write(index + checksum.to_bytes(4, "little"))
         sync(self._file)
 
 
