@@ -93,14 +93,6 @@ def test_a_strategy_is_displayed_as_the_call_that_makes_it(strategy: Any, expect
     assert repr(strategy) == expected
 
 
-def test_notebooks_show_the_repr_that_a_strategy_of_the_user_defines() -> None:
-    class Named(ManualStrategy):
-        def __repr__(self) -> str:
-            return "mine"
-
-    assert Named()._repr_html_() is None
-
-
 def test_html_escapes_what_it_is_given() -> None:
     text = html_table("<a>", [("<b>", "1 < 2\n'x' & y")])
     assert "<a>" not in text

@@ -1,7 +1,8 @@
-"""Tokens of matrices: another one whenever a file or the metadata of a stored array was written again."""
+"""Tokens of matrices: another one whenever a stored file has changed, even in place and with the same size."""
 
 from __future__ import annotations
 
+import os
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -68,19 +69,26 @@ STORES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-def write_again(path: Any) -> None:
-    """Write the file of a matrix again, or the metadata of one of its arrays; keep the content."""
+def change(path: Any) -> None:
+    """Rewrite one byte of one file of X in place, with the same size; at a URL, write the metadata again."""
     if isinstance(path, str):
         system = fsspec.filesystem("memory")
         name = sorted(name for name in system.find(f"{path}/X") if name.endswith("zarr.json"))[0]
         system.pipe_file(name, system.cat_file(name))
         return
-    touch_later(path if path.is_file() else sorted([*path.glob("X/**/zarr.json"), *path.glob("X/**/.zarray")])[0])
+    parts = [path] if path.is_file() else [one for one in (path / "X").rglob("*") if one.is_file()]
+    file = sorted(one for one in parts if not one.name.startswith((".", "zarr")))[-1]
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last ^ 1]))
+    touch_later(file)
 
 
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize("name", STORES)
-def test_a_file_or_array_that_was_written_again_changes_the_token(tmp_path, layout, name):
+def test_a_chunk_changed_in_place_changes_the_token(tmp_path, layout, name):
     write, options = STORES[name]
     if layout == "dense" and "filters" in options:
         options = {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]}
@@ -92,5 +100,5 @@ def test_a_file_or_array_that_was_written_again_changes_the_token(tmp_path, layo
     assert all(isinstance(array, ZarrArray) == ("by zarr-python" in name) for array in opened().arrays)
     before = token_of(opened())
     assert token_of(opened()) == before
-    write_again(path)
+    change(path)
     assert token_of(opened()) != before
