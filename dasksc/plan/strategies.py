@@ -98,7 +98,9 @@ class SamplingStrategy:
         seed: int | None = None,
         rng: np.random.Generator | None = None,
     ) -> _Int64s:
-        """Return the rows of an epoch in the order in which they are dealt to ranks and fetches.
+        """Return the rows of an epoch in the order in which they are dealt to ranks, fetches and batches.
+
+        On one rank, batches hold the rows in this order.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
 """File formats: readers of paths and URLs, and the stores that they open.
 
-h5ad, Zarr, 10x and MuData are readers of this package. A package adds a format with an entry point in the group
+h5ad, Zarr, 10x, MuData, SOMA and Parquet are readers of this package. A package adds a format with an entry point in the group
 ``dasksc.readers``, which names a `Reader`.
 """
 
