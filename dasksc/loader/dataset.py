@@ -127,7 +127,7 @@ class scDataset(IterableDataset[Any]):
     filter
         Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
         `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices``
-        and ``control_indices`` of the strategy.
+        and ``control_indices`` of the strategy. A strategy of your own chooses its rows itself and takes no filter.
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype

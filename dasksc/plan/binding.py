@@ -89,8 +89,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     """Restrict a strategy to the rows that a filter keeps."""
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
-            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give the "
-            "strategy the rows of dasksc.rows_where(...)"
+            f"the filter {by} cannot be applied to the strategy {type(strategy).__name__}, which chooses its own rows; "
+            "give it the rows of dasksc.rows_where(...)"
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)

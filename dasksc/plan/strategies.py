@@ -54,7 +54,8 @@ class SamplingStrategy:
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
     resuming. In each epoch, every rank and every DataLoader worker calls `get_indices` with the same seed, which
     changes from epoch to epoch. The result must depend only on the collection and the seed. It is cut into fetches,
-    which are dealt to the ranks in turn.
+    which are dealt to the ranks in turn. A class attribute ``obs_columns``, a tuple of names, lists the columns of obs
+    that a subclass reads from ``data_collection.obs``; of an atlas given as a path, others may be missing.
 
     Parameters
     ----------
