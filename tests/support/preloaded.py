@@ -27,7 +27,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 ADDRESS = "DASKSC_TEST_PRELOADED"  # environment variable with the path of the server's socket
 DEPENDENCIES = ("anndata", "dask.array", "distributed", "numba", "torch.distributed.run", "zarr")
@@ -219,17 +219,30 @@ def _torchrun(arguments: list[str]) -> None:
 class _Rank(subprocess.Popen[bytes]):
     """Process of a rank: a fork of torchrun instead of a new interpreter."""
 
+    # Ranks begin when all of them exist, at the end of this pipe: a rank that connects to the store of torchrun lets a
+    # thread of it take a lock of the C library, and a rank forked at that moment would wait for the lock for ever.
+    _gate: ClassVar[tuple[int, int]]
+
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         if args[0] != sys.executable:
             return super()._execute_child(args, *given)  # type: ignore[misc]
         environment, out, err = given[5], given[12], given[14]  # env, c2pwrite and errwrite in Python 3.11 to 3.13
+        if environment["LOCAL_RANK"] == "0":
+            _Rank._gate = os.pipe()
+        wait, begin = _Rank._gate
         if (pid := os.fork()) == 0:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.SIG_DFL)
+            os.close(begin)
+            os.read(wait, 1)
+            os.close(wait)
             files = [os.dup(1 if out < 0 else out), os.dup(2 if err < 0 else err)]
             _become(args, os.getcwd(), environment, files)
         self.pid, self._child_created = pid, True
+        if int(environment["LOCAL_RANK"]) == int(environment["LOCAL_WORLD_SIZE"]) - 1:
+            os.close(wait)
+            os.close(begin)
         return None
 
 
