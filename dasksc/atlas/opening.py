@@ -6,11 +6,9 @@ of genes (var, varm, varp) and uns into memory.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
@@ -27,6 +25,7 @@ from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.errors import DaskscError, InputError, MissingKeyError
+from dasksc.platforms import without_collection
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
@@ -333,19 +332,8 @@ def _open_one(
     )
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Suspend the garbage collector, which would visit the objects of all earlier files again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+# The collector would visit the objects of all earlier files again and again.
+@without_collection()
 def _open_several(
     parts: Sequence[AtlasInput],
     obs: Sequence[str] | None,

@@ -71,8 +71,8 @@ class CatalogReader(Reader):
         """Open a catalogue."""
         assert isinstance(path, str)
         root = zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")
-        if "dasksc-catalog" not in root.attrs:
-            raise CorruptDataError(f"{path} is no catalogue of dasksc. {_AGAIN} {path}")
+        if "dasksc-texts" not in root.attrs:
+            raise CorruptDataError(f"{path} is no catalogue of this version of dasksc. {_AGAIN} {path}")
         return _CatalogStore(path, ZarrFile(path), root, options)
 
 

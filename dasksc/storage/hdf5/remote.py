@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
+from dasksc.platforms import without_collection
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import REQUEST_BYTES, RemoteFile
 
@@ -82,7 +81,9 @@ class BlockReader(io.RawIOBase):
             first, n_blocks = number // _GROUP_BLOCKS * _GROUP_BLOCKS, _GROUP_BLOCKS
         start = first * _BLOCK_BYTES
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
-        with _no_collection():
+        # h5py holds its global lock while it waits for a block, which another thread requests. If garbage collection in
+        # that other thread freed an h5py object, the thread would wait for the lock forever.
+        with without_collection():
             self._file.read(start, data)
         for at in range(0, len(data), _BLOCK_BYTES):
             # Blocks are copied, so that each one can be freed separately.
@@ -90,17 +91,3 @@ class BlockReader(io.RawIOBase):
         while len(self._blocks) > _KEPT_BLOCKS:
             self._blocks.popitem(last=False)
         return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable automatic garbage collection."""
-    # h5py holds its global lock while it waits for a block, which another thread requests. If garbage collection in
-    # that other thread freed an h5py object, the thread would wait for the lock forever.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
