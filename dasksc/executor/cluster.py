@@ -27,6 +27,7 @@ from dasksc.errors import FetchError, StorageError
 from dasksc.executor.schedulers import address_of
 from dasksc.executor.threads import Timed
 from dasksc.pushdown import DaskMatrix
+from dasksc.storage.buffers import Recycling
 from dasksc.storage.file_identity import FileIdentity
 
 __all__ = ["ClusterRunner", "describe_mismatch", "pickle_with_files", "run_fetch"]
@@ -61,7 +62,7 @@ class ClusterRunner:
         """Send the task to all workers, once, and return its future."""
         if self._in_process:
             return await self._client.scatter(task, broadcast=True, hash=False)
-        pickled, files = pickle_with_files(task)
+        pickled, files = pickle_with_files(_SentTask(task))
         has_workers = await self._check_workers(files)
         # Dask loses scattered data with the last worker that holds them, but repeats a task that unpickles the data.
         # Workers that join later receive the result from others.
@@ -103,7 +104,6 @@ class ClusterRunner:
             run_fetch,
             self._task,
             argument,
-            is_sent=not self._in_process,
             key=(self._name, k),
             pure=False,
             retries=_RETRIES,
@@ -143,14 +143,28 @@ class ClusterRunner:
         self._task.release()
 
 
-def run_fetch(task: Callable[[Any], Any], argument: Any, *, is_sent: bool) -> Timed:
-    """Run one fetch on a worker; return its duration in seconds and its result, compact if it is sent elsewhere."""
+def run_fetch(task: Callable[[Any], Any], argument: Any) -> Timed:
+    """Run one fetch on a worker; return its duration in seconds and its result."""
     start = perf_counter()
     result = task(argument)
-    compact = getattr(result, "compact", None) if is_sent else None
-    # Mapped rows cannot be sent, and Dask would not count them as memory of the worker.
-    result = result if compact is None else compact()
     return perf_counter() - start, result
+
+
+class _SentTask:
+    """Task on a worker of another process, whose results are compact."""
+
+    def __init__(self, task: Callable[[Any], Any]) -> None:
+        self._task = task
+        self._recycling = Recycling()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _SentTask, (self._task,)
+
+    def __call__(self, argument: Any) -> Any:
+        result = self._task(argument)
+        compact = getattr(result, "compact", None)
+        # Mapped rows cannot be sent, and Dask would not count them as memory of the worker.
+        return result if compact is None else compact()
 
 
 def describe_mismatch(files: Sequence[FileIdentity]) -> str | None:
