@@ -31,7 +31,6 @@ _PATHS = str | list[str] | dict[str, str]
 _ADDED = {
     "scDataset": (
         Parameter("path", _PATHS, REQUIRED, "Path of the atlas; a list, dict, pattern or directory for several"),
-        Parameter("pin_memory", bool | None, None, "Gather batches into pinned memory; null: on a GPU"),
     ),
     "split": (Parameter("share", float, 0.1, "Share of the rows to hold out; with by or conditions, of their values"),),
     "predict": (
@@ -43,7 +42,7 @@ _ADDED = {
 # Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
 _OF_RUN = {
     *("data", "data_collection", "dataset", "model", "strategy", "label_key", "rank", "world_size", "device", "group"),
-    *("expand", "return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
+    *("expand", "pin_memory", "return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
 }
 _FROM_DATA = {"n_genes", "n_labels", "n_tokens", "pad_id", "n_bins", "max_seq_len"}
 
@@ -123,7 +122,7 @@ class Config:
 def add_sections(parser: Parser) -> None:
     """Add ``--config``, and an option for each key of a configuration."""
     parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help="YAML file with the keys below")
-    skipped = (_OF_RUN | {"pin_memory", "equal_ranks"}) - {"progress"}
+    skipped = (_OF_RUN | {"equal_ranks"}) - {"progress"}
     parser.add_options("scDataset", *_ADDED["scDataset"], prefix="data.", skip=skipped, title="data", fetch_factor=64)
     parser.add_options("open", prefix="data.open.", skip=_OF_RUN | {"obs", "mmap"})
     parser.add_options(f"{_SECTIONS}:Training", prefix="training.", skip={"optimizer"}, title="training")

@@ -70,7 +70,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
         "obs": obs,
         "genes": Path(data.genes) if isinstance(data.genes, str) else data.genes,
         "seed": config.training.seed if data.seed is None else data.seed,
-        "pin_memory": device.type == "cuda" if data.pin_memory is None else data.pin_memory,
+        "device": None if device.type == "cpu" else device,
     }
     tokens: Any = None
     if config.tokenizer is not None:

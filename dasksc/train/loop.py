@@ -216,7 +216,7 @@ class _Run:
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
             with self._accumulating(is_last=i == len(group) - 1):
                 with self._autocast():
-                    outputs = self.whole(batch.to(self.ranks.device, non_blocking=True))
+                    outputs = self.whole(batch)
                 n = outputs.get("n")
                 if n is None:
                     weight: torch.Tensor | float = n_rows / sum(sizes)
@@ -302,8 +302,7 @@ class _Run:
                 # All ranks must gather parameters together. Ranks with fewer batches evaluate their last batch again.
                 most = torch.tensor(n_calls, device=self.ranks.device)
                 n_calls = int(self.ranks.reduced(most, dist.ReduceOp.MAX))
-            for batch in self.validation:
-                last = batch.to(self.ranks.device, non_blocking=True)
+            for last in self.validation:
                 means.add(self.model(last), batch_length(last))
             for _ in range(n_calls - len(self.validation)):
                 self.model(last)

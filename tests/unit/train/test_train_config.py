@@ -39,6 +39,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         "group",
         "device",
         "expand",
+        "pin_memory",
         "transform",
         "categories",
     }
