@@ -396,7 +396,7 @@ def _warn_of_same_cells(opened: Sequence[Elements], names: Sequence[str]) -> Non
             found.setdefault(digest_names(names_in_pieces(one.obs.index)), []).append(name)
     same = [group for group in found.values() if len(group) > 1]
     if same:
-        logger.warning("atlases with the same cells (%d times), such as %s", len(same), " and ".join(same[0][:3]))
+        logger.warning("groups of atlases with the same cell names: %d, such as %s", len(same), ", ".join(same[0][:3]))
 
 
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
