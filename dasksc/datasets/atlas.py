@@ -158,7 +158,7 @@ def synthetic(
             else:
                 sharded = bool(anndata.settings.auto_shard_zarr_v3)  # AnnData warns unless this has an explicit value
                 with (
-                    warnings.catch_warnings(action="ignore", category=UserWarning),
+                    warnings.catch_warnings(action="ignore"),  # also because the setting of the format is deprecated
                     anndata.settings.override(zarr_write_format=3, auto_shard_zarr_v3=sharded),
                 ):
                     atlas.write_zarr(partial)

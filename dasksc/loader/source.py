@@ -300,7 +300,8 @@ class IndexedSource(Source):
 def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
     """Return a column with some labels as its categories; other labels are missing there, and are logged."""
     try:
-        known = pd.Categorical(column, categories=list(labels))
+        dtype = pd.CategoricalDtype(list(labels))
+        known = pd.Categorical.from_codes(dtype.categories.get_indexer(column), dtype=dtype)
     except (TypeError, ValueError) as error:
         raise InputError(f"categories[{column.name!r}]={labels!r:.100} are not distinct labels: {error}") from error
     others = column[known.codes < 0].dropna()

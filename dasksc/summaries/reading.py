@@ -131,7 +131,7 @@ class Groups:
         codes = np.zeros(len(obs), dtype=np.int64)
         if columns:
             grouped = pd.DataFrame(columns).groupby(list(columns), observed=True)
-            codes = grouped.ngroup().fillna(-1).to_numpy(np.int64)  # -1 if a label is missing
+            codes = np.array(grouped.ngroup().fillna(-1), dtype=np.int64)  # -1 if a label is missing
             labels = grouped.size().reset_index()[list(columns)].apply(lambda one: one.cat.remove_unused_categories())
             index = ["_".join(map(str, label)) for label in labels.itertuples(index=False)]
             self.labels = labels.set_axis(pd.Index(index, dtype=object))
