@@ -306,10 +306,10 @@ def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
             numbers = [tables_of_codes[id(array.categories), array.ordered][array.codes] for array in arrays]
             joined[name] = pd.Categorical.from_codes(np.concatenate(numbers), dtype=dtype)
         elif all(isinstance(array, NumpyExtensionArray) for array in arrays):
-            values = [array.to_numpy() for array in arrays]
-            if len({one.dtype for one in values}) > 1:
+            if len({array.dtype for array in arrays}) > 1:
                 return None
-            joined[name] = np.concatenate(values)
+            values = np.concatenate([array.to_numpy() for array in arrays])
+            joined[name] = pd.array(values, dtype=arrays[0].dtype, copy=False)  # pandas 3 has text in such arrays, too
         else:
             return None
     return pd.DataFrame(joined, index=pd.RangeIndex(sum(map(len, tables))), columns=columns, copy=False)
