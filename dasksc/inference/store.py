@@ -28,7 +28,7 @@ from dasksc.inference.model import Output, check_same
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
 from dasksc.output import shards
 from dasksc.output.elements import as_anndata_writes, is_node
-from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
+from dasksc.output.work_folder import WorkFolder, atomic_path, remove_leftovers, sync_folder
 
 __all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 
@@ -238,8 +238,7 @@ class PredictionStore(WorkFolder):
             found = self.found()
             written = [one for one in self.outputs if one.key not in found]  # others were renamed before a kill
             self._record_nan(written)
-            for leftover in self._store.rglob(".*.partial"):
-                leftover.unlink()
+            remove_leftovers(self._store)
             columns = [one.name for one in self.outputs if one.width is None]
             if is_node(self.target):
                 extend_store(self.target, self._store, [one.key for one in written], columns)

@@ -33,6 +33,7 @@ __all__ = [
     "discard",
     "extend",
     "mapped_array",
+    "remove_leftovers",
     "sync",
     "sync_folder",
 ]
@@ -185,9 +186,7 @@ class StoreWorkFolder(WorkFolder):
                 f"{self.target} was created by another process during the conversion, so it is not replaced. The "
                 f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again."
             )
-        # Killed tasks leave partial files behind.
-        for leftover in list(self.store.rglob(".*.partial")):
-            discard(leftover)
+        remove_leftovers(self.store)
         begun = self.read_plan() or {}
         self.write_plan(begun | {"published": True})
         if os.path.lexists(self.target):
@@ -246,6 +245,13 @@ def extend(file: IO[bytes], n_bytes: int) -> None:
     # macOS lacks posix_fallocate, and some file systems do not support it; zeros are written instead.
     for at in range(0, n_bytes, _ZEROS_BYTES):
         file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
+
+
+def remove_leftovers(store: Path) -> None:
+    """Remove what killed processes leave in a store: files of `atomic_path`, and ``zarr.*.partial`` of Zarr."""
+    for leftover in list(store.rglob("*.partial")):
+        if leftover.is_file():  # a folder is an element with such a name
+            leftover.unlink()
 
 
 def discard(path: Path) -> None:
