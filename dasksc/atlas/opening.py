@@ -297,7 +297,9 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     is_path = isinstance(data, str | os.PathLike)
     what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
     remedy = "adata.obs_names_make_unique() makes them unique"
-    if not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
+    if is_path and os.fspath(data).endswith(".catalog"):
+        remedy = "index its files again with index_unique='-', by which each name ends with the key of its file"
+    elif not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
         remedy = "with index_unique='-', each name ends with the key of its atlas"
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 

@@ -86,7 +86,7 @@ def missing_of(text: str) -> list[str]:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed: list[str] = []
     for line in re.findall(r"^pip install (.*)$", text, re.MULTILINE):
-        for word in shlex.split(line):
+        for word in shlex.split(line, comments=True):
             named = re.fullmatch(r"dasksc\[([\w,]+)\]", word)
             needed += [one for extra in named[1].split(",") for one in extras[extra]] if named else [word]
     modules = (re.split(r"[\[<>=]", name)[0] for name in needed)
