@@ -508,16 +508,13 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_wrappers()
+        reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
+        if not self.spec.has_hooks:  # what hooks return need not be batches
+            refuse_stacking(reader)
+        if self.world_size > 1:
+            refuse_sharding(self, reader)
         self._tracker.begin()
         return self._iterate()
-
-    def _refuse_wrappers(self) -> None:
-        worker = get_worker_info()
-        n_workers = 1 if worker is None else worker.num_workers
-        if not self.spec.has_hooks:  # what hooks return need not be batches
-            refuse_stacking(sys._getframe(2))
-        refuse_sharding(sys._getframe(2), n_ranks=self.ranks.current_world().world_size, n_workers=n_workers)
 
     def _iterate(self) -> Iterator[Any]:
         # This is a generator function, so `world` is determined, and the epoch begins, only when the first batch is
@@ -666,7 +663,8 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_wrappers()
+        if self.world_size > 1:
+            refuse_sharding(self)
         state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):
