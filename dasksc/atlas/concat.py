@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import anndata
 import dask.array as da
@@ -75,10 +75,16 @@ def _joined(
             f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
             "without X, or set it from a layer: adata.X = adata.layers['counts']"
         )
-    _warn_of_lost_orders(parts, names)
     result = _tables(parts, join=join, fill_value=fill_value, **options)
     if not result.n_vars and any(part.n_vars for part in parts):
-        _refuse_no_common_variable(parts, names)
+        # An atlas that shares no name with the first probably has names of another kind.
+        own = parts[0].var.index
+        other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
+        found = " and ".join(f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (0, other))
+        raise InputError(
+            f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {found}. Use the same "
+            "kind of names in all atlases (adata.var_names = adata.var['gene_ids']), or give join='outer'"
+        )
     maps = _maps([part.var.index for part in parts], result.var.index, fill_value)
     sizes = [part.n_obs for part in parts]
     if not without:
@@ -166,35 +172,6 @@ def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any)
     except InputError as error:
         logger.warning("raw is left out: %s", error)
         return None
-
-
-def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> None:
-    found: dict[str, dict[str, Any]] = {}
-    for name, part in zip(names, parts, strict=True):
-        for column, dtype in part.obs.dtypes.items():
-            found.setdefault(str(column), {})[name] = dtype
-    for column, dtypes in found.items():
-        ordered = [name for name, dtype in dtypes.items() if getattr(dtype, "ordered", False)]
-        if ordered and len(set(dtypes.values())) > 1:
-            warnings.warn(
-                f"obs column {column!r} is ordered in {ordered[0]!r}, but other atlases have other categories or "
-                "another order. The joined column has no order, so a filter with < or > compares text. Use the same "
-                "ordered categories in all atlases",
-                stacklevel=2,
-            )
-
-
-def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) -> NoReturn:
-    """Raise an error with example names of two atlases."""
-    # An atlas that shares no name with the first probably has names of another kind.
-    own = parts[0].var.index
-    other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
-    found = " and ".join(f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (0, other))
-    raise InputError(
-        f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {found}. "
-        "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
-        "give join='outer' to keep the variables of each"
-    )
 
 
 def _element_paths(atlas: Elements) -> dict[str, None]:
