@@ -128,7 +128,10 @@ def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
     if isinstance(source, MatrixSource):
         settings |= {name: "{} x {} {}".format(*shape) for name, shape in source.identity.items()}
         settings |= {"layout": source.maker.layout, "dtype": text_of(source.maker.dtype)}
-        settings |= {f"genes of {name}": str(len(one)) for name, one in source.maker.columns.items()}
+        columns = source.maker.columns
+        settings |= {
+            f"genes of {name}": str(len(columns[name])) if name in columns else "all" for name in source.matrices
+        }
     return settings
 
 

@@ -27,9 +27,6 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Prefix of settings whose value is a gene count. A rank without a selection of genes lacks these settings.
-_GENES = "genes of "
-
 
 class _JaxStore:
     """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
@@ -149,14 +146,14 @@ class Agreement:
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
         """Return the settings that differ between `rank` and this rank, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
-        if not names:
-            return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
-        texts = []
-        for name in names:
-            absent, separator = ("all", ":") if name.startswith(_GENES) else ("not set", " is")
-            its, mine = its_settings.get(name, absent), settings.get(name, absent)
-            texts.append(f"{name}{separator} {its} on rank {rank} and {mine} on rank {self._world.rank}")
-        return "; ".join(texts)
+        its, mine = ([one.get(name, "not set") for name in names] for one in (its_settings, settings))
+        texts = [
+            f"{name} is {its} on rank {rank} and {mine} on rank {self._world.rank}"
+            for name, its, mine in zip(names, its, mine, strict=True)
+        ]
+        return "; ".join(texts) or (
+            "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
+        )
 
     def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
         """Check that no other rank has abandoned this iteration after at most `n_batches` batches."""
