@@ -18,13 +18,9 @@ _THREADS = "dasksc-gather"
 def run_ahead(
     jobs: Iterator[Callable[[], T]], *, is_ready: Callable[[], bool], n_ahead: int, n_threads: int
 ) -> Iterator[T]:
-    """Run `jobs` on a few threads, at most `n_ahead` ahead of the consumer, and yield their results in order.
-
-    The next job is taken ahead only if `is_ready()`, since taking it may block. Without threads, each job runs when its
-    result is requested.
-    """
-    # The consumer itself submits the jobs, when it takes results, so the threads wait only for jobs, never for one
-    # another. Closing the iterator ends the threads.
+    """Run `jobs` on a few threads, at most `n_ahead` ahead of the consumer, and yield their results in order."""
+    # The next job is taken ahead only if `is_ready()`, since taking it may block. The consumer itself submits the jobs,
+    # when it takes results, so the threads wait only for jobs, never for one another.
     if n_threads == 0:
         for run in jobs:
             yield run()

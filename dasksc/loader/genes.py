@@ -123,10 +123,7 @@ class GeneRequest:
     def columns_of(
         self, var: pd.DataFrame | None, n_vars: int, *, of: AnnData | None = None
     ) -> tuple[Columns | None, GeneMatch | None]:
-        """Return the requested columns (None for all) and the match of names (None without names).
-
-        `var` is None for an array, whose columns have no names. Errors contain the path of the atlas `of`.
-        """
+        """Return the requested columns (None for all) and the match of names (None without names)."""
         genes = self.genes
         if genes is None:
             return None, None

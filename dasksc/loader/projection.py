@@ -37,11 +37,7 @@ _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
 class MemoryProjection:
-    """Memory of fetches and batches of a source, compared with the memory that this process may use.
-
-    `run_rows` is the mean number of neighboring rows that a fetch reads together. An error is raised if fetches do not
-    fit; without a fetch factor, the largest that fits is chosen.
-    """
+    """Memory of fetches and batches of a source, compared with the memory that this process may use."""
 
     def __init__(
         self,
@@ -51,7 +47,7 @@ class MemoryProjection:
         scheduler: Callable[[], FetchScheduler],
         *,
         batch_size: int,
-        run_rows: float,
+        run_rows: float,  # mean number of neighboring rows that a fetch reads together
     ) -> None:
         self._source = source
         self._ranks = ranks
