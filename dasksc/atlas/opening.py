@@ -286,23 +286,20 @@ def elements_of(
     if attach is not None:
         attach_elements(found, attach, options)
     if options.has_names and any_repeat(found.obs.index):
-        warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
+        warn_of_repeated_names(data, None if parts is None else len(parts))
     # An AnnData that `scDataset` opens again has already been checked.
     if (options.has_names or not isinstance(data, AnnData)) and not found.var.index.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return found
 
 
-def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
+def warn_of_repeated_names(data: Any, n_atlases: int | None) -> None:
     """Log a warning that names of cells repeat."""
     is_path = isinstance(data, str | os.PathLike)
-    what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
-    remedy = "adata.obs_names_make_unique() makes them unique"
-    if is_path and os.fspath(data).endswith(".catalog"):
-        remedy = "index its files again with index_unique='-', by which each name ends with the key of its file"
-    elif not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
-        remedy = "with index_unique='-', each name ends with the key of its atlas"
-    logger.warning("obs_names repeat in %s; %s", what, remedy)
+    logger.warning(
+        "obs_names repeat in %s; make them unique by adata.obs_names_make_unique(), or by index_unique='-' of several",
+        quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases",
+    )
 
 
 def _open_one(

@@ -16,7 +16,7 @@ def refuse_sharding(dataset: Any, reader: Any = None) -> None:
     """Raise an error if Accelerate, which transformers uses, divides the batches of a data set among the ranks."""
     # Most cells would be lost, without an error.
     state = sys.modules.get("accelerate.state")
-    loader = None if state is None else state.GradientState().active_dataloader
+    loader: Any = None if state is None else state.GradientState().active_dataloader
     is_dispatched = type(loader).__name__ == "DataLoaderDispatcher" and loader.dataset is dataset
     if is_dispatched or type(reader).__name__ == "IterableDatasetShard":
         raise InputError(

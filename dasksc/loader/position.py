@@ -141,7 +141,7 @@ def _differences(
     """Return a clause for each difference from a state, such as "block_size is 16 and was 8"."""
     mine, before = ({**one, **one["matrices"], "matrices": None} for one in (identity, was))
     if mine.pop("strategy") != before.pop("strategy"):
-        mine, before = mine | settings, before | then
+        mine, before = {**mine, **settings}, {**before, **then}
         if mine == before:
             return [_SAME_TEXT.format(strategy=settings["strategy"])]
     names = [name for name in {**mine, **before} if mine.get(name) != before.get(name)]

@@ -318,10 +318,10 @@ class BlockWeightedSampling(BuiltInStrategy):
             )
         if self.weights is not None:
             weights = array_of("weights", self.weights)
-            if weights.ndim != 1 or weights.dtype.kind not in "biufc":
-                raise InputError(f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}")
-            if weights.dtype.kind == "c":
-                raise InputError("weights must be real numbers; got complex ones")
+            if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+                raise InputError(
+                    f"weights must be one real number per row; got {weights.dtype} of shape {weights.shape}"
+                )
             object.__setattr__(self, "weights", weights)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
