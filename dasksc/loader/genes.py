@@ -192,8 +192,8 @@ class GeneRequest:
         if missing and (self.missing == "error" or len(missing) == len(wanted)):
             raise MissingKeyError(
                 f"{matched_by} lacks {len(missing):,} of {len(wanted):,} requested genes: {some(missing)}; it has "
-                f"{some(similar(missing[0], places, n=3) or places)}. Use symbols in both or Ensembl IDs in both, match "
-                "a column of var with genes_key=, fill in zeros with genes_missing='zero', or leave them out with 'drop'"
+                f"{some(similar(missing[0], places, n=3) or places)}. Use symbols in both or Ensembl IDs in both, or "
+                "match a column of var with genes_key=, or give genes_missing='zero' or 'drop'"
             )
         kept = [name for name in wanted if name in places] if self.missing == "drop" else wanted
         taken = [
