@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
-from pandas.arrays import NumpyExtensionArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.assemble import Elements, matrix_behind
@@ -238,13 +237,11 @@ def joined_obs(
             raise InputError(
                 f"label={label!r} adds a column to obs, but {key!r} has a column of this name. Give another label="
             )
-    joined = _joined_alike(tables)
-    if joined is None:
-        for table in tables:
-            if not table.columns.is_unique:
-                repeated = table.columns[table.columns.duplicated()][0]
-                raise InputError(f"the atlases cannot be concatenated: obs has several columns {repeated!r}")
-        joined = pd.concat(unified_dtypes(tables), join=join, ignore_index=True)
+    for table in tables:
+        if not table.columns.is_unique:
+            repeated = table.columns[table.columns.duplicated()][0]
+            raise InputError(f"the atlases cannot be concatenated: obs has several columns {repeated!r}")
+    joined = pd.concat(unified_dtypes(tables), join=join, ignore_index=True)
     sizes = [len(table) for table in tables]
     if label is not None:
         # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
@@ -257,39 +254,6 @@ def joined_obs(
         names = names.str.cat(np.repeat(np.array(keys, dtype=object), sizes), sep=index_unique)
     joined.index = pd.Index(names)
     return joined
-
-
-def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
-    """Concatenate tables with the same columns, categorical or of the same NumPy type; None for other tables."""
-    # pandas would take longer than reading the tables if there are thousands.
-    columns = tables[0].columns
-    if not columns.is_unique or not all(table.columns is columns or table.columns.equals(columns) for table in tables):
-        return None
-    joined: dict[Any, Any] = {}
-    for at, name in enumerate(columns):
-        arrays = [table.iloc[:, at].array for table in tables]
-        if all(isinstance(array, pd.Categorical) for array in arrays):
-            # Categories that have been read before are the same object.
-            dtypes = {(id(array.categories), array.ordered): array.dtype for array in arrays}
-            heads = [pd.DataFrame({"": pd.Categorical([], dtype=dtype)}) for dtype in dtypes.values()]
-            unified = unified_dtypes(heads) if len(heads) > 1 else heads
-            dtype = unified[0][""].dtype
-            if len({one[""].dtype for one in unified}) > 1:
-                return None
-            narrow = pd.Categorical.from_codes([], dtype=dtype).codes.dtype
-            new = {key: dtype.categories.get_indexer(one.categories) for key, one in dtypes.items()}
-            # The code -1 of a missing value stays -1.
-            tables_of_codes = {key: np.append(codes, -1).astype(narrow) for key, codes in new.items()}
-            numbers = [tables_of_codes[id(array.categories), array.ordered][array.codes] for array in arrays]
-            joined[name] = pd.Categorical.from_codes(np.concatenate(numbers), dtype=dtype)
-        elif all(isinstance(array, NumpyExtensionArray) for array in arrays):
-            if len({array.dtype for array in arrays}) > 1:
-                return None
-            values = np.concatenate([array.to_numpy() for array in arrays])
-            joined[name] = pd.array(values, dtype=arrays[0].dtype, copy=False)  # pandas 3 has text in such arrays, too
-        else:
-            return None
-    return pd.DataFrame(joined, index=pd.RangeIndex(sum(map(len, tables))), columns=columns, copy=False)
 
 
 def _maps(

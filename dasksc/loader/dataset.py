@@ -533,7 +533,7 @@ class scDataset(IterableDataset[Any]):
         self._iteration += 1
         if agreement is not None:
             agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
-            after_first = functools.partial(agreement.require_not_abandoned, iteration, 1)
+            after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
             memory=self.memory,
@@ -555,10 +555,7 @@ class scDataset(IterableDataset[Any]):
             elif epoch.is_whole:
                 logger.info("%s", epoch_line(epoch.stats.report(), self._title))
             if agreement is not None:
-                if epoch.is_whole:
-                    agreement.finish(iteration)
-                else:
-                    agreement.record_abandoned(iteration, epoch.stats.n_batches)
+                agreement.end(iteration, epoch.stats.n_batches, is_whole=epoch.is_whole)
 
     # --- Statistics -----------------------------------------------------------------------------------
 
