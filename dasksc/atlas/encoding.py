@@ -14,13 +14,8 @@ from dasksc.plan.labels import CodedColumn
 __all__ = ["encode_column"]
 
 
-def encode_column(series: pd.Series[Any], *, narrow: bool = False) -> tuple[NDArray[Any], list[Any] | None]:
+def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     """Return an obs column as numbers, and the labels of its codes; None if the numbers are the values themselves."""
-    values, labels = _encoded(series)
-    return (values if labels is None or narrow else values.astype(np.int64, copy=False)), labels
-
-
-def _encoded(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     dtype = series.dtype
     kind = ""
     if pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype):

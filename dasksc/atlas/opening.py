@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import dask.array as da
 import pandas as pd
@@ -24,10 +24,11 @@ from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
+from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.platforms import without_collection
 from dasksc.readers.locations import naming_errors
-from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
+from dasksc.readers.names import any_repeat
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
 from dasksc.storage import Cache, UseMmap
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -285,23 +286,20 @@ def elements_of(
     if attach is not None:
         attach_elements(found, attach, options)
     if options.has_names and any_repeat(found.obs.index):
-        warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
+        warn_of_repeated_names(data, None if parts is None else len(parts))
     # An AnnData that `scDataset` opens again has already been checked.
     if (options.has_names or not isinstance(data, AnnData)) and not found.var.index.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return found
 
 
-def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
+def warn_of_repeated_names(data: Any, n_atlases: int | None) -> None:
     """Log a warning that names of cells repeat."""
     is_path = isinstance(data, str | os.PathLike)
-    what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
-    remedy = "adata.obs_names_make_unique() makes them unique"
-    if is_path and os.fspath(data).endswith(".catalog"):
-        remedy = "index its files again with index_unique='-', by which each name ends with the key of its file"
-    elif not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
-        remedy = "with index_unique='-', each name ends with the key of its atlas"
-    logger.warning("obs_names repeat in %s; %s", what, remedy)
+    logger.warning(
+        "obs_names repeat in %s; make them unique by adata.obs_names_make_unique(), or by index_unique='-' of several",
+        quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases",
+    )
 
 
 def _open_one(
@@ -383,33 +381,15 @@ def _open_several(
     for column in () if obs is None else obs:
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
-            _refuse_column(column, parts, without, options)
-    if options.has_names and any_repeat(result.obs.index):
-        _warn_of_same_cells(opened, names)
+            if len(without) == len(parts):
+                _open_one(parts[0].data, [column], options)  # raises an error with the available columns
+            raise MissingKeyError(
+                f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: it is missing in "
+                f"{first_of(without)}. Leave it out of obs=, or give join='outer'"
+            )
     if table is not None:
         describe_rows(result, table, [one.n_obs for one in opened])
     return result
-
-
-def _warn_of_same_cells(opened: Sequence[Elements], names: Sequence[str]) -> None:
-    found: dict[str, list[str]] = {}
-    for one, name in zip(opened, names, strict=True):
-        if one.n_obs:
-            found.setdefault(digest_names(names_in_pieces(one.obs.index)), []).append(name)
-    same = [group for group in found.values() if len(group) > 1]
-    if same:
-        logger.warning("groups of atlases with the same cell names: %d, such as %s", len(same), ", ".join(same[0][:3]))
-
-
-def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
-    """Raise an error for a column of obs that no atlas has, or that some atlases joined by ``"inner"`` lack."""
-    if len(without) == len(parts):
-        _open_one(parts[0].data, [column], options)  # raises an error with the available columns
-    raise MissingKeyError(
-        f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
-        f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
-        "give join='outer', which marks the values of these atlases as missing."
-    )
 
 
 def _keys_of(keys: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
@@ -417,10 +397,7 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
     if keys is None:
         return names if len(set(names)) == len(names) else [str(i) for i in range(len(names))]
     if isinstance(keys, str) or len(keys) != len(names):
-        raise InputError(
-            f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}"
-        )
+        raise InputError(f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {first_of(names)}")
     return keys
 
 

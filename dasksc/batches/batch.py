@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.atlas.lookup import nearest, similar, with_advice
-from dasksc.displays import brief, html_table
+from dasksc.displays import brief, first_of, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
@@ -31,26 +30,22 @@ with warnings.catch_warnings():
 
 # Both index arrays of a CSR tensor must have the same type, and columns are int32.
 _MOST_NONZEROS = np.iinfo(np.int32).max
+# Number of entries in the error for a missing key.
+_N_SHOWN = 20
 
 
 class _Named(dict[str, Any]):
-    """Dict whose error for a missing key names similar keys and the `scDataset` argument that adds the key."""
-
-    _place = "categories"  # expression for the dict in code
+    """Dict whose error for a missing key lists its entries."""
 
     def __missing__(self, key: Any) -> Any:
         raise MissingKeyError(self._lacks(key))
 
-    def _lacks(self, key: Any, hint: str = "") -> str:
-        """Return the error message for a missing key; `hint` replaces the suggestion of similar keys."""
-        if not isinstance(key, str):
-            names = [name for _, _, name in _leaves(self, self._place)]
-            rows = f"; for rows, index a tensor: {names[0]}[0]" if names else ""
-            return f"{self._place} is indexed by names ({', '.join(map(str, self))}){rows}"
-        return with_advice(f"{self._place} has no {key!r}; {hint or nearest(key, self)}", self._advice(key))
-
-    def _advice(self, key: str) -> str:
-        return f"Request a column with scDataset(..., obs=[{key!r}]); only columns of labels have categories"
+    def _lacks(self, key: Any) -> str:
+        held = first_of([name for _, _, name in _leaves(self)], _N_SHOWN) or "nothing"
+        return (
+            f"there is no {key!r} here, only {held}. scDataset adds the columns, layers and entries of obsm that obs=, "
+            "layers= and obsm= name"
+        )
 
 
 class Categories(_Named):
@@ -61,24 +56,6 @@ class NamedTensors(_Named):
     """Tensors of one part of a batch (obs, layers or obsm), by name."""
 
     n_classes: Mapping[str, int] = MappingProxyType({})  # of each tensor of codes, for display
-    part: str = ""  # such as "obs" or "rna:layers", for error messages; empty if it is unknown
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up special methods often
-            raise AttributeError(name)
-        near = [] if name.startswith("_") else similar(name, self)
-        hint = f"; did you mean {self._place}[{near[0]!r}]?" if near else ""
-        raise AttributeError(f"{self._place} has no attribute {name!r}{hint}")
-
-    @property
-    def _place(self) -> str:  # type: ignore[override]
-        modality, _, group = self.part.rpartition(":")
-        return f"batch{f'[{modality!r}]' if modality else ''}.{group}" if group else "this part of the batch"
-
-    def _advice(self, key: str) -> str:
-        modality, colon, group = self.part.rpartition(":")
-        groups = (group,) if group else ("obs", "layers", "obsm")
-        return f"Request it with {' or '.join(f'{one}=[{modality + colon + key!r}]' for one in groups)} of scDataset"
 
 
 class Batch(_Named):
@@ -120,7 +97,6 @@ class Batch(_Named):
     (torch.Size([64, 300]), torch.int64)
     """
 
-    _place = "batch"
     # inspect cannot determine the signature of a dict.
     __signature__ = inspect.Signature(
         [
@@ -136,18 +112,6 @@ class Batch(_Named):
             return self[name]
         except KeyError:
             raise AttributeError(self._lacks(name)) from None
-
-    def _lacks(self, key: Any, hint: str = "") -> str:
-        if key == "categories":
-            return "this batch has no categories; those of the data set are in dataset.categories"
-        places = {name: place for _, name, place in _leaves(self, "batch") if isinstance(name, str)}
-        if key in places:
-            return f"this batch itself has no {key!r}; use {places[key]}"
-        near = [] if not isinstance(key, str) or similar(key, self) else similar(key, places)
-        return super()._lacks(key, f"did you mean {places[near[0]]}?" if near else "")
-
-    def _advice(self, key: str) -> str:
-        return f"Request a column with scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
@@ -314,7 +278,7 @@ class BatchMaker:
             )
             for name, column in self.obs.items()
         )
-        obs.n_classes, obs.part = self.n_classes, "obs"
+        obs.n_classes = self.n_classes
         batch = Batch()
         if self.modalities:
             for name in self.modalities:
@@ -329,7 +293,6 @@ class BatchMaker:
     def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, memory: Memory) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
-        batch.layers.part, batch.obsm.part = f"{prefix}layers", f"{prefix}obsm"
         for key, buffer in fetched.parts.items():
             if not key.startswith(prefix):
                 continue

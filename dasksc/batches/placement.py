@@ -30,10 +30,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 class Block(Memory):
-    """Memory of one batch: on the host and, if there is a device, as much memory there.
-
-    The tensors are those of the device, unless the block `is_staged` for transforms, whose results are then `moved`.
-    """
+    """Memory of one batch: on the host and, if there is a device, as much memory there."""
 
     def __init__(self, n_bytes: int, device: torch.device | None, *, is_pinned: bool, is_staged: bool) -> None:
         n_bytes += -n_bytes % _ALIGNMENT
@@ -52,6 +49,7 @@ class Block(Memory):
         self._views = {torch.uint8: self.there}
         self._start = self.here.data_ptr()
         self._n_used = 0
+        # A staged block holds tensors of the host for transforms, whose results are then moved.
         self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

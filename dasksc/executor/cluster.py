@@ -134,10 +134,8 @@ class ClusterRunner:
         )
 
     def close(self, pending: Sequence[Future[Timed]], *, is_waiting: bool) -> None:
-        """Release every future, so that the scheduler forgets the fetches and the task.
-
-        A transfer in progress is not cancelled, because the Client may have merged it with those of other windows.
-        """
+        """Release every future, so that the scheduler forgets the fetches and the task."""
+        # A transfer in progress is not cancelled, because the Client may have merged it with those of other windows.
         while self._futures:
             self._futures.popitem()[1].release()
         self._task.release()

@@ -22,14 +22,7 @@ _BOTTLENECKS = {
 
 
 def diagnosis(figures: Mapping[str, Any]) -> str:
-    """Return a sentence that says whether training waits for data, and names the bottleneck and a remedy.
-
-    `figures` are statistics of an epoch, as returned by `dasksc.scDataset.stats`; ``wait_share`` may be that of a
-    recent interval. An epoch is healthy if training waits for less than 5% of the time. If at most one fetch has been
-    received, or the epoch has only one, it is starting, or is too short to read ahead. Otherwise, the bottleneck is
-    making batches, if all fetches in flight are ready; memory, if one more fetch would exceed ``limit_bytes``; else the
-    part of the work with the longest total time. Transfer times are summed over results, others over threads.
-    """
+    """Return a sentence that says whether training waits for data, and names the bottleneck and a remedy."""
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:
         return "starting: no batch has been read yet"

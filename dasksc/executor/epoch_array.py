@@ -29,11 +29,9 @@ def epoch_array(
     dtype: np.dtype[Any] | None,
     columns: Columns | None,
 ) -> da.Array:
-    """Return the rows of a rank's epoch as a Dask array, in the order in which the epoch yields them.
-
-    The array has shape (plan.n_rank_rows, n_vars), with one chunk and one task per fetch, and a unique name that begins
-    with `name`. A task computes the row numbers of its own fetch from the plan; a pickled task carries them instead.
-    """
+    """Return the rows of a rank's epoch as a Dask array, in the order in which the epoch yields them."""
+    # There is one chunk and one task per fetch. A task computes the row numbers of its own fetch from the plan; a
+    # pickled task carries them instead.
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
     # Dask computes equal keys only once, and a matrix in memory has no identifier, so the name must be unique.

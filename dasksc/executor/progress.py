@@ -36,26 +36,21 @@ class FetchFigures:
 
 
 class EpochStats:
-    """Running figures of one pass over a data set: `n_left` batches of `plan`, after `n_done` earlier ones.
-
-    `plan` is None before the first epoch. `has_last` is True if this pass yields the rank's last batch, which may be
-    short; of several DataLoader workers, only one yields it. `fetches` is a function that returns the current figures
-    of the fetches, and `gather_s` the time spent assembling batches, summed over threads, in seconds.
-    """
+    """Running figures of one pass over a data set: `n_left` batches of `plan`, after `n_done` earlier ones."""
 
     def __init__(
         self, plan: EpochPlan | None = None, *, n_done: int = 0, n_left: int = 0, has_last: bool = True
     ) -> None:
-        self.plan = plan
+        self.plan = plan  # None before the first epoch
         self._n_done = n_done
         self._n_left = n_left
-        self._has_last = has_last
+        self._has_last = has_last  # of several DataLoader workers, only one yields the rank's last batch
         self.n_batches = 0
         self.n_rows = 0
         self._waited_s = 0.0
         self._compiled_before_s = seconds_compiling()
         self._compiled_s = 0.0
-        self.gather_s = 0.0
+        self.gather_s = 0.0  # summed over threads
         self.fetches: Callable[[], FetchFigures] = FetchFigures
         self._start = perf_counter()
         self._wait_start: float | None = None

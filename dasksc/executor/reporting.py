@@ -35,16 +35,7 @@ _FINAL_REPORT_S = 1.0
 
 @contextlib.contextmanager
 def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[None]:
-    """Report `figures()` to a Client's scheduler during the ``with`` block, and once more at its end.
-
-    Parameters
-    ----------
-    client
-        Client of the scheduler; None reports nothing.
-    figures
-        Function called by the Client's event loop. It returns plain values by name, among them ``key``, which
-        identifies the loader.
-    """
+    """Report `figures()` to a Client's scheduler during the ``with`` block, and once more at its end."""
     interval_s = config.get_seconds("report-interval")
     if client is None or interval_s is None:
         yield

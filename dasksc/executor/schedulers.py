@@ -53,20 +53,10 @@ class FetchScheduler:
 
 
 def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) -> FetchScheduler:
-    """Return the scheduler to use in the calling process; call this function again in every process.
-
-    None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the scheduler of
-    ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE``, and otherwise threads. Inside a task of a Dask worker, None
-    selects threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
-    deadlock. This process connects once to each address. A Client created before a fork is replaced by a new one with
-    the same address.
-
-    Raises
-    ------
-    InputError
-        If `scheduler` is none of the documented values, or is an asynchronous or closed Client, an address that does
-        not answer, or a file that does not exist or contains no address.
-    """
+    """Return the scheduler to use in the calling process; call this function again in every process."""
+    # None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the scheduler of
+    # ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE``, and otherwise threads; inside a task of a Dask worker,
+    # threads, because a task that waits for other tasks of its own pool can deadlock.
     if isinstance(scheduler, FetchScheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
     if scheduler is None:

@@ -60,11 +60,8 @@ class FetchMatrices:
 
 
 def fetch_name(source: str, plan: EpochPlan) -> str:
-    """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
-
-    The progress panel of Dask's dashboard keeps the hyphenated parts of a name up to the first one with a non-letter,
-    here the rank ``r1``, so it shows a single bar per epoch for all ranks.
-    """
+    """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``."""
+    # The progress panel of Dask's dashboard shows a single bar per epoch for all ranks, since it cuts names at ``r1``.
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"
 
 

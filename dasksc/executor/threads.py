@@ -64,11 +64,7 @@ class ThreadRunner(OnDemandRunner):
 
     def submit(self, k: int) -> Future[Timed]:
         """Queue fetch `k` for the next free thread."""
-        return self._threads.executor.submit(self._on_thread, k)
-
-    def _on_thread(self, k: int) -> Timed:
-        _this.is_fetching = True
-        return self._fetch(k)
+        return self._threads.executor.submit(self._fetch, k)
 
     def close(self, pending: Sequence[Future[Timed]], *, is_waiting: bool) -> None:
         """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
@@ -90,7 +86,7 @@ class _Threads:
     _lock = threading.RLock()
 
     def __init__(self, n_threads: int) -> None:
-        self.executor = ThreadPoolExecutor(n_threads, thread_name_prefix="dasksc-fetch")
+        self.executor = ThreadPoolExecutor(n_threads, "dasksc-fetch", lambda: setattr(_this, "is_fetching", True))
         self._n_threads = n_threads
         self._n_windows = 0
 

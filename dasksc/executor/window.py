@@ -68,54 +68,21 @@ class _Flight:
 
 
 class Window(Generic[T]):
-    """Ordered results of ``task(k)`` for each k, computed a few fetches ahead.
-
-    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a result is
-    taken. Only one thread at a time may iterate; any thread may call `close`. A forked child must create its own.
-
-    Parameters
-    ----------
-    task
-        Function that performs a fetch. It must be picklable (with cloudpickle) for a Client whose workers are other
-        processes, and is sent to each worker once, not with each fetch.
-    ks
-        Fetch numbers, in order.
-    name
-        Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
-    depth
-        Maximum number of fetches in flight, including finished ones not yet consumed; or a function that returns the
-        current maximum, because workers of a cluster come and go. With ``"synchronous"``, no fetch runs ahead.
-    argument
-        Function of k that returns the argument of `task`, in this process; default: k itself.
-    max_bytes, expected_bytes
-        Maximum number of bytes in flight, and expected size of a result. An unfinished fetch counts as the largest
-        result so far. One fetch is always admitted, and only one until a size is known.
-    describe
-        Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
-    n_threads
-        Threads for fetches in this process, shared by all windows; default: `default_threads`.
-
-    Raises
-    ------
-    InputError
-        If `depth`, `max_bytes` or `n_threads` is not positive, or the scheduler cannot be used.
-    FetchError
-        During iteration, at the position of the failed fetch; ``__cause__`` is the original error.
-    """
+    """Ordered results ``(k, task(k))``, computed a few fetches ahead; one thread at a time may iterate."""
 
     def __init__(
         self,
-        task: Callable[[Any], T],
+        task: Callable[[Any], T],  # sent once to each worker of a cluster, not with each fetch
         ks: Iterable[int],
         *,
-        name: str,
-        depth: int | Callable[[], int],
+        name: str,  # prefix of the Dask keys
+        depth: int | Callable[[], int],  # fetches in flight, or a function, since workers of a cluster come and go
         scheduler: FetchScheduler | Client | str | None = None,
-        argument: Callable[[int], Any] | None = None,
-        max_bytes: int | None = None,
-        describe: Callable[[int], str] | None = None,
-        n_threads: int | None = None,
-        expected_bytes: int | None = None,
+        argument: Callable[[int], Any] | None = None,  # of the task, computed in this process; by default k itself
+        max_bytes: int | None = None,  # of the fetches in flight; an unfinished one counts as the largest result so far
+        describe: Callable[[int], str] | None = None,  # for error messages
+        n_threads: int | None = None,  # in this process, shared by all windows
+        expected_bytes: int | None = None,  # of a result
     ) -> None:
         depth_of: Callable[[], int] = depth if callable(depth) else lambda: depth
         for label, value in (("depth", depth_of()), ("max_bytes", max_bytes), ("n_threads", n_threads)):

@@ -91,7 +91,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     if isinstance(sampler, SetSampler):
         n_sets = plan.n_rows // sampler.unit
         sets = Report(n_sets=n_sets, set_size=sampler.unit, n_controls=sampler.n_controls)
-        sets |= dataclasses.asdict(sampler.accounts)
+        sets |= sampler.accounts
     report = Report(
         name=f"{dataset.source.name} by {type(dataset.strategy).__name__}",
         epoch=plan.epoch,

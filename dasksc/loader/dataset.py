@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import checks
-from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
@@ -278,8 +277,7 @@ class scDataset(IterableDataset[Any]):
         given["strategy"] = as_strategy(strategy, label_key=label_key)
         self.spec = spec = LoaderSpec(**{one.name: given[one.name] for one in fields(LoaderSpec) if one.init})
         self._scheduler = SchedulerChoice(scheduler)
-        with explaining_control(spec.control):
-            self.source = source_of(data_collection, spec)
+        self.source = source_of(data_collection, spec)
         self.collection = self.source.collection
         self.categories = self.source.categories
         self.gene_match: Any = self.source.gene_match
@@ -508,16 +506,13 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_wrappers()
+        reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
+        if not self.spec.has_hooks:  # what hooks return need not be batches
+            refuse_stacking(reader)
+        if self.world_size > 1:
+            refuse_sharding(self, reader)
         self._tracker.begin()
         return self._iterate()
-
-    def _refuse_wrappers(self) -> None:
-        worker = get_worker_info()
-        n_workers = 1 if worker is None else worker.num_workers
-        if not self.spec.has_hooks:  # what hooks return need not be batches
-            refuse_stacking(sys._getframe(2))
-        refuse_sharding(sys._getframe(2), n_ranks=self.ranks.current_world().world_size, n_workers=n_workers)
 
     def _iterate(self) -> Iterator[Any]:
         # This is a generator function, so `world` is determined, and the epoch begins, only when the first batch is
@@ -538,7 +533,7 @@ class scDataset(IterableDataset[Any]):
         self._iteration += 1
         if agreement is not None:
             agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
-            after_first = functools.partial(agreement.require_not_abandoned, iteration, 1)
+            after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
             memory=self.memory,
@@ -560,10 +555,7 @@ class scDataset(IterableDataset[Any]):
             elif epoch.is_whole:
                 logger.info("%s", epoch_line(epoch.stats.report(), self._title))
             if agreement is not None:
-                if epoch.is_whole:
-                    agreement.finish(iteration)
-                else:
-                    agreement.record_abandoned(iteration, epoch.stats.n_batches)
+                agreement.end(iteration, epoch.stats.n_batches, is_whole=epoch.is_whole)
 
     # --- Statistics -----------------------------------------------------------------------------------
 
@@ -666,7 +658,8 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_wrappers()
+        if self.world_size > 1:
+            refuse_sharding(self)
         state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):

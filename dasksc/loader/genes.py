@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.lookup import require_key, some, with_advice
+from dasksc.atlas.lookup import require_key, similar, some
 from dasksc.checks import check_one_of, name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
@@ -123,10 +123,7 @@ class GeneRequest:
     def columns_of(
         self, var: pd.DataFrame | None, n_vars: int, *, of: AnnData | None = None
     ) -> tuple[Columns | None, GeneMatch | None]:
-        """Return the requested columns (None for all) and the match of names (None without names).
-
-        `var` is None for an array, whose columns have no names. Errors contain the path of the atlas `of`.
-        """
+        """Return the requested columns (None for all) and the match of names (None without names)."""
         genes = self.genes
         if genes is None:
             return None, None
@@ -193,7 +190,11 @@ class GeneRequest:
             raise InputError(f"genes= repeats {twice!r}; list each gene once")
         missing = [name for name in wanted if name not in places]
         if missing and (self.missing == "error" or len(missing) == len(wanted)):
-            self._refuse(missing, len(wanted), matched_by, places)
+            raise MissingKeyError(
+                f"{matched_by} lacks {len(missing):,} of {len(wanted):,} requested genes: {some(missing)}; it has "
+                f"{some(similar(missing[0], places, n=3) or places)}. Use symbols in both or Ensembl IDs in both, or "
+                "match a column of var with genes_key=, or give genes_missing='zero' or 'drop'"
+            )
         kept = [name for name in wanted if name in places] if self.missing == "drop" else wanted
         taken = [
             (i, to) for to, name in enumerate(kept) if name in places for i in (places[name], *repeats.get(name, ()))
@@ -229,16 +230,3 @@ class GeneRequest:
             return list(var.index)
         column = var[require_key("var", self.key, var.columns, of=of)]
         return [None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True)]
-
-    def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:
-        if len(missing) == n_wanted > 1:
-            raise MissingKeyError(
-                f"{matched_by} has {some(places)}, but none of the {n_wanted:,} requested genes: {some(missing)}. Use "
-                "symbols in both or Ensembl IDs in both, or match a column of var with genes_key="
-            )
-        try:
-            require_key(matched_by, missing[0], places)
-        except MissingKeyError as error:
-            more = f"{len(missing):,} of {n_wanted:,} genes are missing. " if len(missing) > 1 else ""
-            advice = f"{more}genes_missing='zero' fills in zeros for missing genes, 'drop' leaves them out"
-            raise MissingKeyError(with_advice(str(error), advice)) from None

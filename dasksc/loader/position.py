@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -21,8 +22,6 @@ from dasksc.storage.dtypes import text_of
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
 logger = logging.getLogger("dasksc.loader")
-
-T = TypeVar("T")
 
 STATE_VERSION = 1
 
@@ -127,38 +126,26 @@ def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
     """Return the number of rows, the matrices, and the content of batches as text."""
     settings = {"n_obs": str(source.n_obs)}
     if isinstance(source, MatrixSource):
-        settings |= {name: _matrix(shape) for name, shape in source.identity.items()}
+        settings |= {name: "{} x {} {}".format(*shape) for name, shape in source.identity.items()}
         settings |= {"layout": source.maker.layout, "dtype": text_of(source.maker.dtype)}
-        settings |= {f"genes of {name}": str(len(one)) for name, one in source.maker.columns.items()}
+        columns = source.maker.columns
+        settings |= {
+            f"genes of {name}": str(len(columns[name])) if name in columns else "all" for name in source.matrices
+        }
     return settings
 
 
 def _differences(
     identity: Mapping[str, Any], was: Mapping[str, Any], settings: Mapping[str, str], then: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield a clause for each difference from a state, such as "block_size is 16 and was 8"."""
-    for name, value in identity.items():
-        before = was.get(name)
-        if value == before:
-            continue
-        if name == "strategy":
-            changed = [name for name in {**settings, **then} if settings.get(name) != then.get(name)]
-            if not changed and identity["n_obs"] == was.get("n_obs"):  # another number of rows explains the difference
-                yield _SAME_TEXT.format(strategy=settings["strategy"])
-            for one in ["strategy"] if "strategy" in changed else changed:
-                yield f"{one} is {settings.get(one, 'not set')} and was {then.get(one, 'not set')}"
-        elif name == "matrices" and isinstance(before, Mapping):
-            for matrix in {**value, **before}:
-                if value.get(matrix) != before.get(matrix):
-                    yield f"{matrix} is {_matrix(value.get(matrix))} and was {_matrix(before.get(matrix))}"
-        else:
-            yield f"{name} is {value!r} and was {before!r}"
-
-
-def _matrix(shape: Any) -> str:
-    if not isinstance(shape, list | tuple) or len(shape) != 3:
-        return "not requested" if shape is None else repr(shape)
-    return f"{shape[0]} x {shape[1]} {shape[2]}"
+) -> list[str]:
+    """Return a clause for each difference from a state, such as "block_size is 16 and was 8"."""
+    mine, before = ({**one, **one["matrices"], "matrices": None} for one in (identity, was))
+    if mine.pop("strategy") != before.pop("strategy"):
+        mine, before = {**mine, **settings}, {**before, **then}
+        if mine == before:
+            return [_SAME_TEXT.format(strategy=settings["strategy"])]
+    names = [name for name in {**mine, **before} if mine.get(name) != before.get(name)]
+    return [f"{name} is {mine.get(name, 'not set')} and was {before.get(name, 'not set')}" for name in names]
 
 
 # --- States -------------------------------------------------------------------------------------------------
@@ -206,22 +193,20 @@ def parse_state(
             f"{STATE_VERSION}. Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
     sizes = [field.name for field in dataclasses.fields(ConsumedSegment)]
-    was = _part(state, "fingerprint", "a dict", dict[str, Any])
-    epoch = _part(state, "epoch", "a whole number", lambda value: _whole("epoch", value, 0, 2**32))
-    its_seed = _part(state, "seed", "a whole number", lambda value: _whole("seed", value, 0, 2**64))
-    consumed = _part(
-        state,
-        "consumed",
-        f"a list of lists of whole numbers ({', '.join(sizes)})",
-        lambda value: tuple(
+    try:
+        epoch, its_seed = _whole("epoch", state["epoch"], 0, 2**32), _whole("seed", state["seed"], 0, 2**64)
+        consumed = tuple(
             ConsumedSegment(
                 **{name: _whole(name, n, int(name != "n_batches")) for name, n in zip(sizes, one, strict=True)}
             )
-            for one in value
-        ),
-    )
-    then = state.get("settings")
-    differing = list(_differences(identity, was, settings, then if isinstance(then, Mapping) else {}))
+            for one in state["consumed"]
+        )
+        differing = _differences(identity, state["fingerprint"], settings, state.get("settings", {}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the state did not come from scDataset.state_dict(): {error!r} in {state!r:.200}. Load another "
+            "checkpoint, or call set_epoch(n) to start an epoch from its beginning"
+        ) from error
     if seed is not None and seed != its_seed:
         differing.append(f"seed is {seed} and was {its_seed}")
     if differing:
@@ -232,20 +217,6 @@ def parse_state(
     return EpochPosition(epoch, consumed), its_seed
 
 
-def _part(state: Mapping[str, Any], name: str, expected: str, parse: Callable[[Any], T]) -> T:
-    try:
-        return parse(state[name])
-    except (KeyError, TypeError, ValueError) as error:
-        found = f"{name}={state[name]!r:.100}" if name in state else f"only {', '.join(map(repr, state))}"
-        raise InputError(
-            f"the state did not come from scDataset.state_dict(): it must contain {name!r}, {expected}, but "
-            f"contains {found}. Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
-        ) from error
-
-
 def _whole(name: str, value: Any, low: int, end: int = 2**63) -> int:
-    """Return a number of a state, which may be a tensor, as an int; raise a ValueError if it is not whole."""
-    number = int(value)
-    if number != value:
-        raise ValueError(f"{value!r} is not a whole number")
-    return checks.whole_number(name, number, low, end)
+    """Return a number of a state, which may be a tensor, as an int."""
+    return checks.whole_number(name, operator.index(value), low, end)

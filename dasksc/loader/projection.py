@@ -37,11 +37,7 @@ _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
 class MemoryProjection:
-    """Memory of fetches and batches of a source, compared with the memory that this process may use.
-
-    `run_rows` is the mean number of neighboring rows that a fetch reads together. An error is raised if fetches do not
-    fit; without a fetch factor, the largest that fits is chosen.
-    """
+    """Memory of fetches and batches of a source, compared with the memory that this process may use."""
 
     def __init__(
         self,
@@ -51,7 +47,7 @@ class MemoryProjection:
         scheduler: Callable[[], FetchScheduler],
         *,
         batch_size: int,
-        run_rows: float,
+        run_rows: float,  # mean number of neighboring rows that a fetch reads together
     ) -> None:
         self._source = source
         self._ranks = ranks
@@ -239,20 +235,13 @@ class MemoryProjection:
         )
 
     def _refuse_too_large(self) -> None:
-        """Raise an error for sizes whose projection exceeds the limit; the message suggests sizes that fit."""
-        factor = self.fetch_factor
-        given = least = self._least_demand(factor).anonymous
-        if given <= self.limit:
+        """Raise an error for sizes whose projection exceeds the limit."""
+        needed = self._least_demand(self.fetch_factor).anonymous
+        if needed <= self.limit:
             return
-        while factor > 1 and least > self.limit:
-            factor //= 2
-            least = self._least_demand(factor).anonymous
-        n = self.prefetch or 1
-        remedy = f"Use fetch_factor={factor}, which fits, lower batch_size or prefetch"
-        if least > self.limit:
-            remedy = f"Lower batch_size, because even fetch_factor=1 needs {format_bytes(least)}"
         raise InputError(
-            f"batches of {self._batch_size} rows need {format_bytes(given)} of memory with {n} fetch{'es' * (n > 1)} "
-            f"of {self.fetch_factor} batches in flight, but memory_limit is {format_bytes(self.limit)}. "
-            f"{remedy}, or raise memory_limit to at least '{-(-given // 2**20)}MiB'"
+            f"batches of {self._batch_size} rows, fetched {self.fetch_factor} at a time with prefetch={self.prefetch}, "
+            f"need {format_bytes(needed)} of memory, but memory_limit is {format_bytes(self.limit)}. Lower "
+            "fetch_factor (None chooses the largest that fits), batch_size or prefetch, or raise memory_limit to at "
+            f"least '{-(-needed // 2**20)}MiB'"
         )

@@ -21,10 +21,7 @@ __all__ = ["RankSession"]
 
 
 class RankSession:
-    """Rank, world size and seed of a data set, fixed when the first epoch begins or earlier.
-
-    `is_random` is True if any result depends on the seed. Without a seed, one is drawn, on which the ranks agree later.
-    """
+    """Rank, world size and seed of a data set, fixed when the first epoch begins or earlier."""
 
     def __init__(
         self,
@@ -39,7 +36,8 @@ class RankSession:
         self._world: World | None = None
         self.agreement: Agreement | None = None
         self._is_random = is_random
-        # The seed is drawn on creation rather than on use, so that forked DataLoader workers share the same seed.
+        # Without a seed, one is drawn, on which the ranks agree later. It is drawn on creation rather than on use, so
+        # that forked DataLoader workers share the same seed.
         self.seed_is_given = seed is not None
         if seed is None:
             self._seed = secrets.randbits(63) if is_random else 0

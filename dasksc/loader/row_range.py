@@ -13,13 +13,9 @@ __all__ = ["RowRange"]
 
 
 class RowRange(scDataset):
-    """Rows ``[start, stop)`` of the collection of a data set, in storage order, in batches of its content and size.
+    """Rows ``[start, stop)`` of the collection of a data set, in storage order, in batches of its content and size."""
 
-    The strategy, filter, rank and epochs of the data set do not matter. `start` is a multiple of the batch size:
-    random transforms depend on the position of a batch in the collection, not in the range. A fetch has at most as
-    many batches as one of the data set. `title` begins the log line.
-    """
-
+    # `start` is a multiple of the batch size: random transforms depend on the position of a batch in the collection.
     def __init__(self, dataset: scDataset, start: int, stop: int, *, device: Any = None, title: str = "") -> None:
         spec, given = dataset.spec, dataset.spec.transforms
         options = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}

@@ -109,7 +109,7 @@ class MatrixSource(Source):
         for key, column in obs.items():
             given = (spec.categories or {}).get(key)
             known = column if given is None else _of_labels(column, given)
-            encoded[key], labels = encode_column(known, narrow=True)  # codes in the smallest data type
+            encoded[key], labels = encode_column(known)
             if labels is not None:
                 self.categories[key] = labels
         for key, array in arrays.items():
@@ -169,10 +169,7 @@ class MatrixSource(Source):
         return buffers.Recycling()
 
     def expanded(self, spec: LoaderSpec) -> frozenset[str]:
-        """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device.
-
-        `spec` may differ from that of the source in its device and transforms.
-        """
+        """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device."""
         if not spec.may_expand:
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not _is_obsm(name)}

@@ -21,21 +21,15 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Limit on the memory, including page cache, that several processes may use together, in bytes.
-
-    These processes hold `held` bytes now that the kernel cannot reclaim. `source` names the limit in messages.
-    """
+    """Limit on the memory, including page cache, that several processes may use together, in bytes."""
 
     n_bytes: int
-    held: int
-    source: str
+    held: int  # now, and not to be reclaimed by the kernel
+    source: str  # of the limit, for messages
 
 
 def memory_limit(root: Path = Path("/")) -> Limit:
-    """Return the most restrictive limit of the machine, and of this process's control groups and their ancestors.
-
-    `root` replaces ``/`` in the paths of ``/proc`` and of control groups (versions 1 and 2).
-    """
+    """Return the most restrictive limit of the machine, and of this process's control groups and their ancestors."""
     machine = psutil.virtual_memory()
     limits = [
         Limit(n_bytes=machine.total, held=machine.total - machine.available, source="the memory of the machine"),
@@ -53,10 +47,7 @@ def own_bytes(root: Path = Path("/")) -> int:
 
 
 def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> int:
-    """Return the memory that an epoch may take in one of `n_processes` similar processes, in bytes, pages included.
-
-    `own` is the anonymous memory of this process, of which an epoch reuses `reused` bytes: the buffers of the last one.
-    """
+    """Return the memory that an epoch may take in one of `n_processes` similar processes, in bytes, pages included."""
     # Similar processes are assumed to hold equal amounts. Memory held beyond that belongs to other programs, such as a
     # launcher.
     others = max(0, limit.held - n_processes * own)

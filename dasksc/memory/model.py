@@ -47,41 +47,30 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingMode:
-    """Reading mode of an epoch.
+    """Reading mode of an epoch."""
 
-    `unmapped` has the labels of the matrices whose files are read into memory although they could be memory-mapped. A
-    fetch is `n_parts` tasks, and `depth` tasks are in flight in addition to the fetch being yielded. `fits` is True if
-    the demand fits into the memory that the process may use.
-    """
-
-    unmapped: frozenset[str]
-    depth: int
-    n_parts: int
+    unmapped: frozenset[str]  # labels of matrices whose files are read into memory, though they could be mapped
+    depth: int  # tasks in flight in addition to the fetch being yielded
+    n_parts: int  # tasks of a fetch
     demand: Demand
     fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """Memory model of one rank's iteration over `n_obs` rows.
-
-    `mapped` and `read` have the cost of a fetched row in each matrix, by label, if every file that can be memory-mapped
-    is mapped, or none; files of the matrices in `forced` always are. A part of a concatenated matrix costs its share of
-    the rows. `n_batches` batches are held at once: those gathered ahead, the one just yielded, and earlier ones still
-    in use. `run_rows` is the mean length of the runs of contiguous rows in a fetch, whose first and last pages count in
-    full. `is_interprocess` is True if other processes fetch the rows and send them.
-    """
+    """Memory model of one rank's iteration over `n_obs` rows."""
 
     n_obs: int
+    # Cost of a fetched row in each matrix, by label, if every file that can be mapped is mapped, or none
     mapped: Mapping[str, FetchCost]
     read: Mapping[str, FetchCost]
     batch_size: int
     fetch_factor: int
     batch_bytes: float
-    n_batches: int
-    run_rows: float = 1.0
-    is_interprocess: bool = False
-    forced: frozenset[str] = frozenset()
+    n_batches: int  # held at once: gathered ahead, just yielded, and still in use
+    run_rows: float = 1.0  # mean length of the runs of rows in a fetch, whose first and last pages count in full
+    is_interprocess: bool = False  # other processes fetch the rows and send them
+    forced: frozenset[str] = frozenset()  # matrices whose files are always mapped
 
     @property
     def mappable(self) -> frozenset[str]:
@@ -100,10 +89,7 @@ class MemoryModel:
         return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
 
     def demand(self, *, depth: int, n_threads: int, unmapped: Collection[str]) -> Demand:
-        """Return the memory of iterating with `depth` parts in flight, besides the fetch being yielded.
-
-        `n_threads` is the number of threads of this process that fetch. Files of `unmapped` are read into memory.
-        """
+        """Return the memory of iterating with `depth` parts in flight, besides the fetch being yielded."""
         costs, rows, n_parts = self.read.values(), self.batch_size * self.fetch_factor, self.n_parts(unmapped)
         held = LONGER_ROWS * self.held_row_bytes(unmapped) + PLAN_ROW_BYTES
         working = LONGER_ROWS * max(cost.working for cost in costs)
@@ -127,14 +113,11 @@ class MemoryModel:
     def reading_mode(
         self, *, prefetch: int | None, n_threads: int, limit: int, available: int, n_sharing: int = 1
     ) -> ReadingMode:
-        """Return the reading mode of an epoch for a `limit` of anonymous and of all `available` memory, in bytes.
-
-        If all files fit in the page cache, which `n_sharing` processes share, they are memory-mapped, so that later
-        epochs find them there. Otherwise, the largest files are read into anonymous memory: every epoch must read them
-        from disk in any case, and the kernel would evict mapped pages between loading and use. Unless `prefetch` is
-        given, fewer parts are in flight if memory is short. If no mode fits, all files are mapped after all, because
-        mapped pages can be evicted and read again.
-        """
+        """Return the reading mode of an epoch for a `limit` of anonymous and of all `available` memory, in bytes."""
+        # If all files fit in the page cache, which `n_sharing` processes share, they are memory-mapped, so that later
+        # epochs find them there. Otherwise, the largest files are read into anonymous memory: every epoch must read
+        # them from disk in any case, and the kernel would evict mapped pages between loading and use. If no mode fits,
+        # all files are mapped after all, because mapped pages can be evicted and read again.
 
         def mode(unmapped: frozenset[str], depth: int, *, may_evict: bool = False) -> ReadingMode:
             n_here = 0 if self.is_interprocess else n_threads
@@ -176,11 +159,8 @@ class MemoryModel:
         return self.n_obs * (self.read[label].held - self.mapped[label].held)
 
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
-        """Return the largest number of batches per fetch for which iterating fits in `limit`; at least 1.
-
-        The result assumes that no file is mapped and that `NOMINAL_THREADS` threads fetch, so it does not depend on the
-        machine.
-        """
+        """Return the largest number of batches per fetch for which iterating fits in `limit`; at least 1."""
+        # No file is assumed to be mapped, so the result does not depend on the machine.
 
         def fits(factor: int) -> bool:
             one = replace(self, mapped=self.read, fetch_factor=factor, is_interprocess=True)

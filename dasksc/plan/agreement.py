@@ -27,9 +27,6 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Prefix of settings whose value is a gene count. A rank without a selection of genes lacks these settings.
-_GENES = "genes of "
-
 
 class _JaxStore:
     """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
@@ -64,15 +61,6 @@ def shared_store(prefix: str) -> Any:
         return distributed.PrefixStore(prefix, default_store(distributed))
     jax = jax_state()
     return None if jax is None else _JaxStore(jax.client, prefix)
-
-
-@contextlib.contextmanager
-def _unless_gone() -> Iterator[None]:
-    """Log an error of the store, whose process may have exited, so that an iteration ends with its own error."""
-    try:
-        yield
-    except RuntimeError as error:
-        logger.warning("the other ranks cannot be notified that this rank ended its iteration: %s", error)
 
 
 # Number of data sets that each rank of each group has created, by store. The run's own store stands under `World`,
@@ -149,50 +137,42 @@ class Agreement:
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
         """Return the settings that differ between `rank` and this rank, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
-        if not names:
-            return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
-        texts = []
-        for name in names:
-            absent, separator = ("all", ":") if name.startswith(_GENES) else ("not set", " is")
-            its, mine = its_settings.get(name, absent), settings.get(name, absent)
-            texts.append(f"{name}{separator} {its} on rank {rank} and {mine} on rank {self._world.rank}")
-        return "; ".join(texts)
+        its, mine = ([one.get(name, "not set") for name in names] for one in (its_settings, settings))
+        texts = [
+            f"{name} is {its} on rank {rank} and {mine} on rank {self._world.rank}"
+            for name, its, mine in zip(names, its, mine, strict=True)
+        ]
+        return "; ".join(texts) or (
+            "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
+        )
 
-    def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Check that no other rank has abandoned this iteration after at most `n_batches` batches."""
-        left = self._abandoned_by(iteration)
-        if left is not None and left[1] <= n_batches:
-            raise self._shifted(iteration, *left, f"continued after batch {n_batches}")
+    def require_not_abandoned(self, iteration: int) -> None:
+        """Check, after the first batch of an iteration, that no other rank has ended it there."""
+        store = self._store()
+        if store is not None and store.check([f"end/{iteration}"]):
+            rank, n_batches = store.get(f"end/{iteration}").decode().split()
+            if n_batches in ("0", "1"):
+                raise self._shifted(iteration, rank, n_batches, "continued")
 
-    def record_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Record that this rank abandons its iteration after `n_batches` batches."""
-        # Log a warning if another rank abandoned the iteration after a different number of batches.
+    def end(self, iteration: int, n_batches: int, *, is_whole: bool) -> None:
+        """Record the end of an iteration; warn if another rank has ended it after another number of batches."""
         store = self._store()
         if store is None:
             return
-        with _unless_gone():
-            rank, n = store.compare_set(f"left/{iteration}", "", f"{self._world.rank} {n_batches}").decode().split()
-            if int(n) != n_batches:
-                logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"stopped it after {n_batches}"))
+        mine = "all" if is_whole else str(n_batches)
+        try:
+            rank, its = store.compare_set(f"end/{iteration}", "", f"{self._world.rank} {mine}").decode().split()
+        except RuntimeError as error:  # the process of the store may have exited
+            logger.warning("the other ranks cannot be notified that this rank ended its iteration: %s", error)
+            return
+        if its != mine:
+            what_this_did = "read it to the end" if is_whole else f"stopped it after {mine}"
+            logger.warning("%s", self._shifted(iteration, rank, its, what_this_did))
 
-    def finish(self, iteration: int) -> None:
-        """Log a warning at the end of an iteration if another rank has abandoned it."""
-        with _unless_gone():
-            left = self._abandoned_by(iteration)
-            if left is not None:
-                logger.warning("%s", self._shifted(iteration, *left, "read it to the end"))
-
-    def _abandoned_by(self, iteration: int) -> tuple[int, int] | None:
-        """Return the first rank that abandoned an iteration and its number of batches, or None."""
-        store = self._store()
-        if store is None or not store.check([f"left/{iteration}"]):
-            return None
-        rank, n = store.get(f"left/{iteration}").decode().split()
-        return int(rank), int(n)
-
-    def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
+    def _shifted(self, iteration: int, rank: str, n_batches: str, what_this_did: str) -> RankMismatchError:
         return RankMismatchError(
-            f"rank {rank} stopped iteration {iteration} over this data set after {n} batches; rank {self._world.rank} "
-            f"{what_this_did}. The epochs of these ranks no longer match. Read the same number of batches on every "
-            "rank. To inspect a batch on one rank only, create another data set with rank=0, world_size=1"
+            f"rank {rank} stopped iteration {iteration} over this data set after {n_batches} batches; rank "
+            f"{self._world.rank} {what_this_did}. The epochs of these ranks no longer match. Read the same number of "
+            "batches on every rank. To inspect a batch on one rank only, create another data set with rank=0, "
+            "world_size=1"
         )

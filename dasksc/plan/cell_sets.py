@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from dasksc.plan.candidates import Candidates
 from dasksc.plan.controls import matched_controls
 from dasksc.plan.groups import combined_codes, group_rows
 from dasksc.plan.labels import CodedColumn
-from dasksc.plan.sets import SetAccounts, SetSampler
+from dasksc.plan.sets import SetSampler
 from dasksc.plan.shares import weight_of
 from dasksc.plan.strategies import BuiltInStrategy
 
@@ -26,7 +27,6 @@ __all__ = ["CellSets"]
 logger = logging.getLogger("dasksc.plan")
 
 _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
-_N_SHOWN = 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -182,16 +182,20 @@ class CellSets(BuiltInStrategy):
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `BuiltInStrategy.bind`."""
-        columns = _Columns(n_obs, labels_of)
+
+        @functools.cache
+        def column(name: str) -> CodedColumn:
+            return CodedColumn.of(name, labels_of(name), n_obs)
+
         candidates = Candidates.of(self.indices, n_obs)
-        by = columns.named("by=", self.by)
+        by = [column(name) for name in self.by]
         codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
         n_unlabelled = int(np.count_nonzero(codes < 0))
         if n_unlabelled:
             logger.warning("%d of %d cells have no label in %s and are never drawn", n_unlabelled, len(codes), self.by)
-        controls, found = None, dict[str, int]()
+        controls, found = None, dict.fromkeys(("n_control_cells", "n_unmatched_groups", "n_unmatched_cells"), 0)
         if self.control is not None:
-            source, is_control, match = candidates, self._is_control(columns), self._match()
+            source, is_control, match = candidates, self._is_control(n_obs, column), self._match()
             if self.control_indices is not None:
                 source = Candidates.of(self.control_indices, n_obs, name="control_indices")
             n_control_cells = int(is_control[source.selector].sum())
@@ -205,7 +209,7 @@ class CellSets(BuiltInStrategy):
             if codes.max(initial=-1) < 0:
                 raise self._no_sets_error(candidates)
             controls, is_unmatched = matched_controls(
-                *(candidates, codes, source, is_control, columns.named("match=", match)),
+                *(candidates, codes, source, is_control, [column(name) for name in match]),
                 n_controls=self.n_controls,
                 block_size=self.block_size,
                 drops_unmatched=self.unmatched == "drop",
@@ -226,7 +230,7 @@ class CellSets(BuiltInStrategy):
         if self.incomplete == "drop":
             groups = groups.kept(~is_short)
         if not len(groups.counts):
-            raise self._no_sets_error(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
+            raise self._no_sets_error(candidates)
         ends = None
         if self.replace:
             n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
@@ -245,26 +249,23 @@ class CellSets(BuiltInStrategy):
             cumulative=None,
             ends=ends,
             controls=controls,
-            accounts=SetAccounts(
-                n_groups=len(groups.counts),
-                n_cells=groups.n_rows,
-                n_unlabelled=n_unlabelled,
-                n_short_groups=n_short,
-                drops_short=self.incomplete == "drop",
+            accounts={
+                "n_groups": len(groups.counts),
+                "n_cells": groups.n_rows,
+                "n_unlabelled": n_unlabelled,
                 **found,
-            ),
+                "n_short_groups": n_short,
+                "drops_short": self.incomplete == "drop",
+            },
         )
         return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
 
-    def _no_sets_error(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
+    def _no_sets_error(self, candidates: Candidates) -> InputError:
         """Return the error to raise if no group can be drawn."""
-        reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
-        reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(
-            f"no set can be drawn: the {candidates.n} rows to draw from"
-            + ("" if self.control is None else ", without the control cells,")
-            + f" contain no usable group of {', '.join(self.by)}"
-            + (f"; {', and '.join(reasons)}" if reasons else "")
+            f"no set can be drawn: of {candidates.n} rows, none is left in a group of {', '.join(self.by)} without "
+            f"control cells, unlabelled cells, with unmatched={self.unmatched!r} cells without a control, and with "
+            f"incomplete={self.incomplete!r} groups of fewer than {self.set_size} cells"
         )
 
     def _group_weights(self, sampler: SetSampler) -> NDArray[np.float64]:
@@ -282,14 +283,12 @@ class CellSets(BuiltInStrategy):
             for codes, (key, weight) in zip(zip(*of_key, strict=True), self.weights.items(), strict=True)
         }
         groups = list(zip(*(codes.tolist() for codes in sampler.group_codes), strict=True))
-        if n_ignored := len(given.keys() - groups):  # unmatched, incomplete, outside `indices`, or groups of controls
-            logger.info("weights contain %d groups without cells to draw from; these weights have no effect", n_ignored)
-        missing = [g for g, group in enumerate(groups) if group not in given]
+        missing = [group for group in groups if group not in given]
         if missing:
-            some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
+            some = tuple(one.labels[code] for one, code in zip(sampler.columns, missing[0], strict=True))
             raise InputError(
-                f"weights lack {len(missing)} of {len(counts)} groups: {', '.join(map(str, some))}"
-                f"{', ...' if len(missing) > _N_SHOWN else ''}. Give each a weight; 0 excludes a group"
+                f"weights lack {len(missing)} of {len(counts)} groups, such as {some}. Give each a weight, which may "
+                "be 0"
             )
         result = np.array([given[group] for group in groups])
         if not 0 < result.sum() < np.inf:
@@ -307,7 +306,7 @@ class CellSets(BuiltInStrategy):
             )
         return tuple(name for name in self.by if name not in self.control)
 
-    def _is_control(self, columns: _Columns) -> NDArray[np.bool_]:
+    def _is_control(self, n_obs: int, column: Callable[[str], CodedColumn]) -> NDArray[np.bool_]:
         control = self.control
         if isinstance(control, str):
             raise InputError(
@@ -317,36 +316,16 @@ class CellSets(BuiltInStrategy):
         if isinstance(control, Mapping):
             if not control:
                 raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
-            masks = [one.where("control=", control[one.name]) for one in columns.named("control=", control)]
+            masks = [column(name).where("control=", labels) for name, labels in control.items()]
             matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
             return matches
         mask = np.asarray(control)
-        if mask.dtype != np.bool_ or mask.shape != (columns.n_obs,):
+        if mask.dtype != np.bool_ or mask.shape != (n_obs,):
             raise InputError(
-                f"control must be a dict of labels by column, an expression, or a boolean mask of {columns.n_obs} "
+                f"control must be a dict of labels by column, an expression, or a boolean mask of {n_obs} "
                 f"rows; got {mask.dtype} of shape {mask.shape}"
             )
         return mask
-
-
-class _Columns:
-    """Coded obs columns of an atlas, each encoded once."""
-
-    def __init__(self, n_obs: int, labels_of: Callable[[str], Any]) -> None:
-        self.n_obs = n_obs
-        self._labels_of = labels_of
-        self._known: dict[str, CodedColumn] = {}
-
-    def named(self, argument: str, names: Iterable[str]) -> list[CodedColumn]:
-        """Return the columns that an argument names."""
-        for name in names:
-            if name not in self._known:
-                try:
-                    self._known[name] = CodedColumn.of(name, self._labels_of(name), self.n_obs)
-                except InputError as error:
-                    error.add_note(f"The column {name!r} is given in {argument} of CellSets.")
-                    raise
-        return [self._known[name] for name in names]
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:

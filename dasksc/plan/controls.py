@@ -18,9 +18,6 @@ __all__ = ["Controls", "matched_controls"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of unmatched cells among which examples are sought, and number of examples.
-_N_SEARCHED, _N_SHOWN = 100_000, 3
-
 
 @dataclass(frozen=True, slots=True)
 class Controls:
@@ -77,18 +74,13 @@ def matched_controls(
 
 
 def _unmatched_error(match: Sequence[CodedColumn], rows: _Int64s) -> InputError:
-    some = rows[:_N_SEARCHED]
-    codes = np.stack([column.codes[some].astype(np.int64) for column in match], axis=1)
-    firsts = np.sort(np.unique(codes, axis=0, return_index=True)[1])[:_N_SHOWN]
-    examples = "; ".join(
-        ", ".join(
-            f"{column.name}={column.labels[code] if code >= 0 else None!r}"
-            for column, code in zip(match, one, strict=True)
-        )
-        for one in codes[firsts].tolist()
+    codes = np.stack([column.codes[rows[0]] for column in match]).tolist()
+    example = ", ".join(
+        f"{column.name}={column.labels[code] if code >= 0 else None!r}"
+        for column, code in zip(match, codes, strict=True)
     )
     return InputError(
         f"{len(rows)} of the cells to draw from have no control cell with the same "
-        f"{', '.join(column.name for column in match)}; examples are the cells of {examples}. Leave them out "
+        f"{', '.join(column.name for column in match)}; an example is a cell of {example}. Leave them out "
         "with unmatched='drop', match fewer columns (match=), or add control cells (control_indices=)"
     )

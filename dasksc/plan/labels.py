@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.checks import similar
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 
@@ -85,19 +85,16 @@ class CodedColumn:
                     f"{argument} has {label!r} for {self.name!r}; give a label or a list of labels"
                 ) from error
             if code is None:
-                raise MissingKeyError(self._without(argument, label))
+                labels = [one.item() if isinstance(one, np.generic) else one for one in self.labels]
+                present = {str(labels[one]): labels[one] for one in np.unique(self.codes).tolist() if one >= 0}
+                near = similar(label, present, n=3)
+                known = ", ".join(repr(present[one]) for one in near or list(present)[:_N_SHOWN])
+                raise MissingKeyError(
+                    f"{argument}: {self.name!r} has no label {label!r}; "
+                    + (f"did you mean {known}?" if near else f"its labels are {known}")
+                )
             codes.append(code)
         return codes
-
-    def _without(self, argument: str, label: Any) -> str:
-        present = [self.labels[code] for code in np.unique(self.codes).tolist() if code >= 0]
-        by_text = {str(one): one for one in present}
-        near = [str(label)] if str(label) in by_text else difflib.get_close_matches(str(label), by_text, n=3)
-        meant = f"did you mean {' or '.join(_shown(by_text[one]) for one in near)}? " if near else ""
-        return (
-            f"{argument}: {self.name!r} has no label {label!r}; {meant}Its labels are "
-            f"[{', '.join(map(_shown, present[:_N_SHOWN]))}{', ...' if len(present) > _N_SHOWN else ''}]"
-        )
 
     def where(self, argument: str, wanted: Any) -> NDArray[np.bool_]:
         """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels."""
@@ -108,10 +105,6 @@ class CodedColumn:
         is_wanted[self.codes_of(argument, several)] = True
         chosen: NDArray[np.bool_] = is_wanted[self.codes]
         return chosen
-
-
-def _shown(label: Any) -> str:
-    return repr(label.item() if isinstance(label, np.generic) else label)
 
 
 def check_categories(categories: Any, column: object) -> None:

@@ -18,29 +18,12 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.samplers import Sampler
 
-__all__ = ["SetAccounts", "SetDraw", "SetSampler"]
+__all__ = ["SetDraw", "SetSampler"]
 
 _Int64s = NDArray[np.int64]
 
 # Maximum number of blocks of a group that a table permutes; filling the table takes microseconds.
 _TABLE_BLOCKS = 16_384
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetAccounts:
-    """Numbers of groups and cells that a bound `CellSets` draws from."""
-
-    # n_groups, n_cells: Numbers of groups to draw from, and of their cells.
-    n_groups: int
-    n_cells: int
-    n_unlabelled: int = 0  # Number of cells that lack a label in `by` and are never drawn
-    n_control_cells: int = 0  # Number of control cells
-    # n_unmatched_groups, n_unmatched_cells: Numbers of groups and cells without matching controls
-    # (``unmatched="drop"``). The cells are left out, and a group counts if any of its cells is unmatched.
-    n_unmatched_groups: int = 0
-    n_unmatched_cells: int = 0
-    n_short_groups: int = 0  # Number of groups with fewer cells than a set
-    drops_short: bool = False  # True if short groups are never drawn (``incomplete="drop"``)
 
 
 @dataclass(frozen=True)
@@ -58,7 +41,10 @@ class SetSampler(Sampler):
     # Cumulative sums of the numbers of sets of the groups, int64; None if groups are drawn by weight.
     ends: _Int64s | None
     controls: Controls | None  # Control cells, or None
-    accounts: SetAccounts = field(compare=False)  # Counts found by binding
+    # Numbers found by binding: groups to draw from (n_groups), their cells (n_cells), cells without a label
+    # (n_unlabelled), control cells, cells without a matching control and the groups of these (n_control_cells,
+    # n_unmatched_cells, n_unmatched_groups), groups smaller than a set (n_short_groups), and whether these are dropped.
+    accounts: dict[str, int] = field(compare=False)
     block_size = 1
     shuffle_rows = False
 

@@ -170,13 +170,9 @@ def _bind_collection(strategy: BuiltInStrategy, collection: Any) -> Sampler:
 
 def _obs_column(collection: Any, key: str) -> Any:
     obs = getattr(collection, "obs", None)
-    if obs is None:
-        raise InputError(
-            f"{key!r} names an obs column, but a {type(collection).__name__} has no obs. Give an AnnData, or labels= "
-            "if the strategy accepts it"
-        )
-    if key not in obs:
-        raise MissingKeyError(f"{key!r} is not a column of obs, which has {list(obs)}")
+    if obs is None or key not in obs:
+        held = "no obs" if obs is None else f"the columns {list(obs)}"
+        raise MissingKeyError(f"{key!r} names a column of obs, but the {type(collection).__name__} has {held}")
     return obs[key]
 
 
@@ -322,10 +318,10 @@ class BlockWeightedSampling(BuiltInStrategy):
             )
         if self.weights is not None:
             weights = array_of("weights", self.weights)
-            if weights.ndim != 1 or weights.dtype.kind not in "biufc":
-                raise InputError(f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}")
-            if weights.dtype.kind == "c":
-                raise InputError("weights must be real numbers; got complex ones")
+            if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+                raise InputError(
+                    f"weights must be one real number per row; got {weights.dtype} of shape {weights.shape}"
+                )
             object.__setattr__(self, "weights", weights)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:

@@ -27,8 +27,6 @@ _Int64s = NDArray[np.int64]
 # thus read together, but are spread over these batches.
 _GROUP_UNITS = 16
 
-# Number of rows that are computed at once.
-_PIECE_ROWS = 2**20
 _GOLDEN = (5**0.5 - 1) / 2
 
 # The product of two numbers of batches fits into int64, and quotas computed from float64 shares sum to the number of
@@ -51,16 +49,10 @@ class StratifiedRows:
         circle = _stride(n_units), int(permute.below(self.keys[3], 0, n_units))
         units, within = np.divmod(positions, sampler.unit)
         groups, group_index = np.unique(units // _GROUP_UNITS, return_inverse=True)
-        out = np.empty(len(positions), dtype=np.int64)
-        n_together = max(1, _PIECE_ROWS // (_GROUP_UNITS * sampler.unit))
-        for first in range(0, len(groups), n_together):
-            some = groups[first : first + n_together]
-            drawn = np.empty((len(some), _GROUP_UNITS, sampler.unit), dtype=np.int64)
-            source = sampler.quotas, sampler.starts, sampler.members, sampler.run_rows
-            kernels.stratified_rows(some, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
-            is_one = len(some) == len(groups)
-            here = slice(None) if is_one else np.flatnonzero((group_index >= first) & (group_index < first + len(some)))
-            out[here] = drawn[group_index[here] - first, units[here] % _GROUP_UNITS, within[here]]
+        drawn = np.empty((len(groups), _GROUP_UNITS, sampler.unit), dtype=np.int64)
+        source = sampler.quotas, sampler.starts, sampler.members, sampler.run_rows
+        kernels.stratified_rows(groups, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
+        out = drawn[group_index, units % _GROUP_UNITS, within]
         rows = sampler.candidates.rows(out)
         return sorted_rows(rows) if ascending else rows
 

@@ -26,39 +26,23 @@ def test_parts_are_items_and_attributes() -> None:
     assert {"X", "obs", "layers", "index"} <= set(dir(batch))
 
 
-def named(part: str) -> NamedTensors:
-    tensors = NamedTensors(counts=torch.arange(4))
-    tensors.part = part
-    return tensors
-
-
 @pytest.mark.parametrize(
     ("use", "error", "fact"),
     [
-        (lambda: make_batch()["type"], MissingKeyError, r"batch\.obs\['type'\]"),
-        (lambda: make_batch().type, AttributeError, r"batch\.obs\['type'\]"),
-        (lambda: make_batch()["cell_type"], MissingKeyError, r"obs=\['cell_type'\]"),
-        (lambda: make_batch()["x"], MissingKeyError, r"'x'.*'X'"),
-        (lambda: make_batch()["categories"], MissingKeyError, r"dataset\.categories"),
-        (lambda: make_batch()[0], MissingKeyError, r"batch\.X\[0\]"),
+        (lambda: make_batch()["type"], MissingKeyError, r"obs\['type'\]"),
+        (lambda: make_batch().type, AttributeError, r"obs\['type'\]"),
+        (lambda: make_batch()[0], MissingKeyError, "X"),
         (lambda: Batch({"X": torch.zeros(2, 3), 3: torch.zeros(2)})["zz"], KeyError, "'zz'"),
-        (lambda: named("obs")[0], MissingKeyError, r"batch\.obs\['counts'\]\[0\]"),
-        (lambda: NamedTensors(counts=torch.arange(4))["raw"], MissingKeyError, r"layers=\['raw'\]"),
-        (lambda: named("rna:layers")["raw"], MissingKeyError, r"layers=\['rna:raw'\]"),
-        (lambda: named("rna:layers").count, AttributeError, r"batch\['rna'\]\.layers\['counts'\]"),
-        (lambda: named("rna:layers").to, AttributeError, "'to'"),
+        (lambda: NamedTensors(counts=torch.arange(4))["raw"], MissingKeyError, r"\['counts'\].*layers="),
+        (lambda: NamedTensors(counts=torch.arange(4)).to, AttributeError, "'to'"),
         (lambda: Categories(cell_type=["B", "T"])["cell type"], MissingKeyError, "'cell_type'"),
         (lambda: Categories()["donor"], MissingKeyError, "'donor'"),
         (lambda: make_batch().to(torch.bfloat16), InputError, "torch.bfloat16"),
     ],
 )
-def test_names_that_are_not_there_are_told_with_those_near_them(use, error, fact) -> None:
+def test_names_that_are_not_there_are_told_with_those_that_are(use, error, fact) -> None:
     with pytest.raises(error, match=fact):
         use()
-
-
-def test_named_tensors_keep_their_part_of_the_batch() -> None:
-    assert pickle.loads(pickle.dumps(Batch(layers=named("rna:layers")).to("cpu"))).layers.part == "rna:layers"
 
 
 def test_to_moves_every_tensor_and_keeps_the_type() -> None:

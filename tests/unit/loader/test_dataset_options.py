@@ -209,15 +209,15 @@ SIZES = [("batch_size", 0), ("batch_size", 2.5), ("fetch_factor", "8"), ("prefet
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
         (
             {"memory_limit": "1kB", "fetch_factor": None},
-            r"^batches of 8 rows need .*B of memory .*limit is 0\.98 kiB.*fetch_factor=1 needs.* at least '\d+MiB'$",
+            r"^batches of 8 rows.* need .*B of memory.*limit is 0\.98 kiB.* at least '\d+MiB'$",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},
-            r"1 fetch of 10000 batches in flight.*limit is 17\.17 MiB\. Use fetch_factor=\d+,.* at least '\d+MiB'$",
+            r"10000 at a time.*limit is 17\.17 MiB\. Lower fetch_factor.* at least '\d+MiB'$",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
-            "50 fetches of 100 batches in flight.* Use fetch_factor=.* lower batch_size or prefetch",
+            "100 at a time with prefetch=50.*prefetch, or raise",
         ),
         ({"fetch_transform": 3}, "fetch_transform must be callable"),
         ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks determine"),

@@ -262,7 +262,7 @@ def test_what_is_no_state_is_refused(state):
         dataset().load_state_dict(state)
 
 
-def test_what_is_wrong_in_a_state_is_named():
+def test_what_is_wrong_in_a_state_is_refused():
     good = through_json(dataset().state_dict())
     for name, wrong in (
         ("epoch", None),
@@ -275,9 +275,8 @@ def test_what_is_wrong_in_a_state_is_named():
         ("consumed", [[1, 2]]),
         ("consumed", [[0, 8, 2, 1]]),
     ):
-        needed, found = re.escape(f"must contain '{name}'"), re.escape(f"but contains {name}={wrong!r}")
-        with pytest.raises(InputError, match=f"{needed}.*{found}"):
+        with pytest.raises(InputError, match="did not come from scDataset.state_dict"):
             dataset().load_state_dict({**good, name: wrong})
         lacking = {key: value for key, value in good.items() if key != name}
-        with pytest.raises(InputError, match=f"'{name}'.*'version'"):
+        with pytest.raises(InputError, match=f"'{name}'"):
             dataset().load_state_dict(lacking)

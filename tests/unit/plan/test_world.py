@@ -127,10 +127,10 @@ def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
 
     first = agreement(0)
     first.begin(0, epoch=0, fingerprint="same")
-    first.record_abandoned(0, n_batches=1)
+    first.end(0, 1, is_whole=False)
     second = agreement(1)
     second.begin(0, epoch=3, fingerprint="same")
-    second.require_not_abandoned(0, n_batches=1)
+    second.require_not_abandoned(0)
     with pytest.raises(RankMismatchError):
         agreement(1).begin(0, epoch=4, fingerprint="same")
     # A seed may persist across restarts, because it is equal on all ranks.
