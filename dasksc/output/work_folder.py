@@ -7,6 +7,7 @@ remain valid, and a later run writes only the missing ones.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -23,7 +24,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.output.elements import is_node
-from dasksc.platforms import lock_file
 
 __all__ = [
     "WorkFolder",
@@ -73,7 +73,7 @@ class WorkFolder:
             except FileNotFoundError:  # another process has finished and removed the folder
                 continue
             try:
-                lock_file(lock, wait=wait)
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
