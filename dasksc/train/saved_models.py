@@ -16,6 +16,7 @@ import dasksc
 from dasksc import Batch, InputError, MissingPathError, scDataset
 from dasksc.inspection.report import Report
 from dasksc.options import nearest
+from dasksc.output.work_folder import atomic_path
 from dasksc.train.checkpoint import read_state, read_tensors
 from dasksc.train.config import Config, created, found
 from dasksc.train.data import opened, tokens_of
@@ -41,9 +42,8 @@ def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ra
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def write() -> None:
-        partial = path.with_name(path.name + ".partial")
-        torch.save({**saved, "parameters": parameters}, partial)
-        partial.rename(path)
+        with atomic_path(path) as partial:
+            torch.save({**saved, "parameters": parameters}, partial)
 
     ranks.on_rank_zero(write, f"the model {path} cannot be written")
 
