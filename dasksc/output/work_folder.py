@@ -31,7 +31,6 @@ __all__ = [
     "atomic_path",
     "atomic_array",
     "discard",
-    "extend",
     "mapped_array",
     "remove_leftovers",
     "sync",
@@ -224,27 +223,12 @@ def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]
     with atomic_path(path) as partial:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            # Writing to a mapped page without disk space would kill the process.
-            extend(file, n * dtype.itemsize)
+            # Writing to a mapped page without disk space would kill the process, so zeros reserve it.
+            for at in range(0, n * dtype.itemsize, _ZEROS_BYTES):
+                file.write(bytes(min(_ZEROS_BYTES, n * dtype.itemsize - at)))
         out = mapped_array(partial, mode="r+")
         yield out
         out.flush()
-
-
-def extend(file: IO[bytes], n_bytes: int) -> None:
-    """Append zeros to a file, and reserve disk space for them."""
-    start = file.tell()
-    file.flush()
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file.fileno(), 0, start + n_bytes)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    # macOS lacks posix_fallocate, and some file systems do not support it; zeros are written instead.
-    for at in range(0, n_bytes, _ZEROS_BYTES):
-        file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def remove_leftovers(store: Path) -> None:
