@@ -34,7 +34,6 @@ __all__ = [
     "mapped_array",
     "remove_leftovers",
     "sync",
-    "sync_folder",
 ]
 
 _ZEROS_BYTES = 2**20
@@ -192,7 +191,6 @@ class StoreWorkFolder(WorkFolder):
             discard(self.folder / "replaced")
             os.rename(self.target, self.folder / "replaced")
         os.rename(self.store, self.target)
-        sync_folder(self.target.parent)
         self.remove()
 
 
@@ -250,12 +248,3 @@ def sync(file: IO[bytes]) -> None:
     """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the directory entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
