@@ -14,15 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = [
-    "brief",
-    "changed_arguments",
-    "constructor",
-    "first_of",
-    "html_table",
-    "with_options_of",
-]
-
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 _N_SHOWN = 3

@@ -13,8 +13,6 @@ import numpy as np
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
-__all__ = ["MultiIndexable", "count_rows", "take_rows"]
-
 
 def count_rows(data: Any) -> int:
     """Return the length of `data` along its first axis; SciPy's sparse matrices have only a shape."""

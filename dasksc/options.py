@@ -27,19 +27,6 @@ import yaml
 import dasksc
 from dasksc.errors import MissingPathError
 
-__all__ = [
-    "NOT_LITERAL",
-    "REQUIRED",
-    "InvalidValue",
-    "Parameter",
-    "Parser",
-    "arguments_of",
-    "check_path",
-    "nearest",
-    "parameters_of",
-    "parse",
-]
-
 REQUIRED = inspect.Parameter.empty
 NOT_LITERAL = object()
 """Default that the source computes; leave out the argument to get it."""

@@ -6,8 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["without_collection"]
-
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:

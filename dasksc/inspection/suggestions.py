@@ -20,8 +20,6 @@ from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows
 from dasksc.plan.strategies import BlockShuffling, Streaming
 
-__all__ = ["rows_per_s", "suggest_parameters"]
-
 Hook = Callable[..., Any]
 
 # Rows to read if metadata do not determine the size of a row.

@@ -25,17 +25,6 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.output.elements import is_node
 
-__all__ = [
-    "WorkFolder",
-    "StoreWorkFolder",
-    "atomic_path",
-    "atomic_array",
-    "discard",
-    "mapped_array",
-    "remove_leftovers",
-    "sync",
-]
-
 _ZEROS_BYTES = 2**20
 # NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several
 # threads use it at once (SystemError: AST constructor recursion depth mismatch).

@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 from dasksc import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Checkpoints", "read_state", "read_tensors"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:

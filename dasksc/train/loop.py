@@ -27,8 +27,6 @@ from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
 from dasksc.train.saved_models import predict_trained, reading_options, save_model
 from dasksc.train.sections import MODELS, OPTIMIZERS, Scheduler
 
-__all__ = ["fit"]
-
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     """Train a model according to a configuration. Every rank must call this function.

@@ -18,8 +18,6 @@ from dasksc import InputError, scDataset
 from dasksc.output.work_folder import atomic_path
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Means", "Pace", "Table", "loggers_of"]
-
 Row = Mapping[str, Any]
 
 

@@ -24,18 +24,6 @@ from dasksc.train.parallel import Ranks
 from dasksc.train.sections import MODELS
 from dasksc.transforms.vocabulary import Vocabulary
 
-__all__ = [
-    "categories_for",
-    "dataset_for",
-    "imported_model",
-    "load_model",
-    "method_of",
-    "predict_trained",
-    "read_saved",
-    "reading_options",
-    "save_model",
-]
-
 
 def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ranks) -> None:
     """Write a model and the plain types `saved` to one file. All ranks call this function; rank 0 gathers it."""
