@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
+from dasksc.kernels.draw import count_codes
 from dasksc.loader import MatrixSource, scDataset
 from dasksc.loader.binding import is_empty, reason_for_no_batches
 from dasksc.memory.limits import recommended_bytes
@@ -202,8 +203,10 @@ def _classes_of(plan: EpochPlan, labels: Any) -> list[Report]:
 
 
 def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
-    counts = np.bincount(codes[codes >= 0], minlength=n_names)
-    return counts / max(1, counts.sum())
+    counts = np.zeros(n_names + 1, dtype=np.int64)
+    count_codes(len(codes), codes, np.empty(0, dtype=np.int64), counts)
+    shares: NDArray[np.float64] = counts[1:] / max(1, counts[1:].sum())
+    return shares
 
 
 def _warnings_of_sizes(plan: EpochPlan) -> Iterator[str]:
