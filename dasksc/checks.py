@@ -11,21 +11,6 @@ import numpy as np
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = [
-    "check_flags",
-    "check_one_of",
-    "is_whole",
-    "list_of_names",
-    "name_or_none",
-    "names_or_none",
-    "nearest",
-    "similar",
-    "some",
-    "true_or_false",
-    "whole_number",
-    "with_advice",
-]
-
 # Number of names that an error lists, and number of examples.
 N_KNOWN = 20
 _N_EXAMPLES = 3

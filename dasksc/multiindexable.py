@@ -6,14 +6,12 @@ applies to every member. `count_rows` and `take_rows` define the rows of each su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-
-__all__ = ["MultiIndexable", "count_rows", "take_rows"]
 
 
 def count_rows(data: Any) -> int:
@@ -101,9 +99,6 @@ class MultiIndexable:
         self._names = None if names is None else list(names)
         self._indexables = list(indexables)
         self._unstructured = dict(unstructured or {})
-        self._check_lengths()
-
-    def _check_lengths(self) -> None:
         lengths = {}
         for name, member in self.items():
             try:
@@ -113,9 +108,10 @@ class MultiIndexable:
         if len(set(lengths.values())) > 1:
             raise InputError(f"all members must have the same number of rows; got {lengths}")
 
-    def _with_members(self, members: list[Any]) -> MultiIndexable:
+    def _changed(self, change: Callable[[Any], Any]) -> MultiIndexable:
         new = object.__new__(type(self))
-        new._names, new._indexables, new._unstructured = self._names, members, dict(self._unstructured)
+        new._names, new._unstructured = self._names, dict(self._unstructured)
+        new._indexables = [change(member) for member in self._indexables]
         return new
 
     @property
@@ -156,7 +152,7 @@ class MultiIndexable:
                     "slice or an array"
                 )
             return self._indexables[key]
-        return self._with_members([take_rows(member, key) for member in self._indexables])
+        return self._changed(lambda member: take_rows(member, key))
 
     def __repr__(self) -> str:
         members = f"count={self.count}" if self._names is None else f"names={self._names}"
@@ -199,7 +195,7 @@ class MultiIndexable:
             member = _tensor_if_numeric(member)
             return member.to(device, non_blocking=non_blocking) if hasattr(member, "to") else member
 
-        return self._with_members([move(member) for member in self._indexables])
+        return self._changed(move)
 
     def pin_memory(self) -> MultiIndexable:
         """Return the same rows with tensors in pinned memory; see `to` for the conversion of members."""
@@ -208,7 +204,7 @@ class MultiIndexable:
             member = _tensor_if_numeric(member)
             return member.pin_memory() if hasattr(member, "pin_memory") else member
 
-        return self._with_members([pin(member) for member in self._indexables])
+        return self._changed(pin)
 
 
 def _tensor_if_numeric(member: Any) -> Any:

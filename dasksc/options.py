@@ -27,19 +27,6 @@ import yaml
 import dasksc
 from dasksc.errors import MissingPathError
 
-__all__ = [
-    "NOT_LITERAL",
-    "REQUIRED",
-    "InvalidValue",
-    "Parameter",
-    "Parser",
-    "arguments_of",
-    "check_path",
-    "nearest",
-    "parameters_of",
-    "parse",
-]
-
 REQUIRED = inspect.Parameter.empty
 NOT_LITERAL = object()
 """Default that the source computes; leave out the argument to get it."""
@@ -332,15 +319,9 @@ class _Pairs(argparse.Action):
         namespace[self.dest] = {**(namespace.get(self.dest) or {}), **(values or {})}
 
 
-class _Formatter(argparse.HelpFormatter):
+class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Help with a short usage, examples on their own lines, and no types."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         required = [one for one in actions if one.required]
         return super()._format_usage(usage, required, [], prefix).rstrip() + " [options]\n\n"
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("For example:"):
-            return text
-        fill = super()._fill_text
-        return "\n\n".join(fill(one, width, indent) for one in text.split("\n\n"))

@@ -16,8 +16,6 @@ import dasksc
 from dasksc.errors import InputError
 from dasksc.options import Parser, arguments_of, check_path, parameters_of
 
-__all__ = ["Run", "check", "convert", "demo_data", "embed", "index", "info", "suggest", "train"]
-
 Run: TypeAlias = Callable[[Mapping[str, Any]], int | None]
 """Execution of a command with the parsed options, which returns the exit code (None: 0)."""
 

@@ -19,7 +19,6 @@ from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import Order, SparseMatrix, check_target, plan_of, recipe_of, target_path
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.tables import check_tables
-from dasksc.errors import WrongTypeError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.work_folder import StoreWorkFolder
@@ -160,15 +159,12 @@ def convert(
     request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
     work_folder = StoreWorkFolder(target_path(target))
     limit = config.memory_limit(memory_limit)
-    if not isinstance(storage_options, Mapping | None):
-        # The value may contain secrets, so the message gives only its type.
-        raise WrongTypeError(f"storage_options must be a dict of options; got a {type(storage_options).__name__}")
     options = OpenOptions(
-        storage_options=dict(storage_options or {}),
+        storage_options=storage_options or {},
         cache=Cache.of(cache),
         feature_types=names_given("feature_types", feature_types),
         genomes=names_given("genome", genome),
-        reader_options=dict(reader_options or {}),
+        reader_options=reader_options or {},
     )
     unread = None if index_unique is not None else UnreadNames.of(data, options)
     elements = elements_of(data, None, replace(options, has_names=unread is None), extent="all", **joining)

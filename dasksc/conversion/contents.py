@@ -17,8 +17,6 @@ from dasksc.loader.genes import GeneMatch, GeneRequest
 from dasksc.pushdown import matrix_of
 from dasksc.storage import ColumnMaps, Columns, ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
 
-__all__ = ["ADVICE", "Contents", "contents_of", "matrices_of"]
-
 ADVICE = (
     "Open the atlas, convert the values to one type that AnnData writes (strings with .astype(str), numbers, booleans "
     "or categories) or delete them, and pass the opened atlas to dasksc.convert."

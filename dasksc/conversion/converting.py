@@ -31,8 +31,6 @@ from dasksc.plan.labels import CodedColumn
 from dasksc.plan.order import BlockOrder
 from dasksc.storage import Matrix, is_url, open_matrix
 
-__all__ = ["Conversion", "needs_runs"]
-
 # Minimum number of rows per task, and maximum number of tasks, for reading a matrix in order.
 _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256

@@ -24,8 +24,6 @@ from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["Order", "SparseMatrix", "check_target", "plan_of", "recipe_of", "target_path"]
-
 # Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 4
 _FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom", ".zip")

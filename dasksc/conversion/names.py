@@ -16,8 +16,6 @@ from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
 from dasksc.readers.names import any_equal
 from dasksc.storage.hdf5.strings import strings_at
 
-__all__ = ["StagedNames"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedNames:

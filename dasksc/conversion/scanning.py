@@ -17,8 +17,6 @@ from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
 from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer, open_matrix
 from dasksc.storage.arrays import memory_dtype
 
-__all__ = ["ROW", "Pass", "described", "gather", "pieces", "verify_rows"]
-
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
 

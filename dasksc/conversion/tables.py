@@ -22,8 +22,6 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.elements import as_anndata_writes, write_group
 from dasksc.storage import caused_by_data
 
-__all__ = ["check_obs", "check_tables", "write_tables"]
-
 _LOST = "The disk or memory may be failing. The written data are removed; convert again."
 # Number of rows of a column that are reordered and written at a time.
 _PIECE_ROWS = 2**20

@@ -17,8 +17,6 @@ from dasksc.output.work_folder import atomic_array, mapped_array
 from dasksc.storage import Matrix, RowBuffer
 from dasksc.storage.arrays import logical_dtype
 
-__all__ = ["Copy"]
-
 # About 90 cells of an atlas with 20,000 genes. Other readers decode whole chunks; dasksc decodes single Blosc blocks.
 _CHUNK_VALUES = 2**17
 _DENSE_CHUNK_BYTES = 2**18

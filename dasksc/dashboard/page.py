@@ -16,8 +16,6 @@ from dasksc._compat.distributed import RequestHandler, add_operation, announce
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
 
-__all__ = ["FiguresHandler", "LoaderPage", "PageHandler", "page_of"]
-
 _NAME = "dasksc-loader-page"
 _N_KEPT = 90  # reports of each loader, for the plots
 _N_LATEST = 3  # reports that make up the current figures

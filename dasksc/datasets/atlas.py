@@ -23,8 +23,6 @@ from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
 from dasksc.output.work_folder import atomic_path, discard
 
-__all__ = ["names", "partial_path", "synthetic"]
-
 # Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_profiles, n_vars).
 _Tables = tuple[NDArray[np.uint32], NDArray[np.int32]]
 _CELLS_PER_CHUNK = 2_048

@@ -19,8 +19,6 @@ from dasksc.checks import check_flags
 from dasksc.datasets.atlas import names, partial_path, synthetic
 from dasksc.errors import InputError, StorageError
 
-__all__ = ["demo_data", "synthetic_screen"]
-
 _TYPES = ("T cell", "B cell", "monocyte", "NK cell", "dendritic cell", "platelet")
 _PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
@@ -18,7 +19,6 @@ import dask
 from dask.system import cpu_count
 
 from dasksc.errors import InputError
-from dasksc.platforms import after_fork
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -234,7 +234,7 @@ def _after_fork() -> None:
     _clients.clear()
 
 
-after_fork(_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:

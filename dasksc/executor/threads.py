@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,8 +19,6 @@ from typing import Any
 import dask
 from dask.callbacks import Callback
 from dask.task_spec import Task
-
-from dasksc.platforms import after_fork
 
 __all__ = ["OnDemandRunner", "ThreadRunner", "Timed"]
 
@@ -126,4 +125,4 @@ def _after_fork() -> None:
     _Threads._current, _Threads._lock = None, threading.RLock()
 
 
-after_fork(_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -21,7 +21,7 @@ from anndata.io import write_elem
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.errors import InputError, StorageError
 from dasksc.output.elements import is_node
-from dasksc.output.work_folder import WorkFolder, sync_folder
+from dasksc.output.work_folder import WorkFolder
 from dasksc.readers.names import digest_names
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
@@ -135,7 +135,6 @@ def extend_store(store: Path, source: Path, keys: Iterable[str], columns: list[s
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(store / key, replaced)
             os.rename(source / key, store / key)
-            sync_folder((store / key).parent)
         order = list(root["obs"].attrs["column-order"])
         root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
         if "consolidated_metadata" in metadata_of(store):

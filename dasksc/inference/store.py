@@ -28,7 +28,7 @@ from dasksc.inference.model import Output, check_same
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
 from dasksc.output import shards
 from dasksc.output.elements import as_anndata_writes, is_node
-from dasksc.output.work_folder import WorkFolder, atomic_path, remove_leftovers, sync_folder
+from dasksc.output.work_folder import WorkFolder, atomic_path, remove_leftovers
 
 __all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 
@@ -245,7 +245,6 @@ class PredictionStore(WorkFolder):
             else:
                 complete_store(self._store, self.n_obs, self._names, columns)
                 os.rename(self._store, self.target)
-                sync_folder(self.target.parent)
             with contextlib.suppress(OSError):  # another process may be waiting for the lock; it removes the folder
                 self.remove()
 

@@ -25,8 +25,6 @@ from dasksc.storage import is_url
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["check", "diversity", "used_share"]
-
 # Maximum number of rows whose classes are counted. At least one unit of the sampler (a set of cells, or a batch
 # with per_batch=True) is counted, even if it has more rows.
 _MAX_COUNTED_ROWS = 2**20

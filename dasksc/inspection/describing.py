@@ -25,8 +25,6 @@ from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened as opened_store
 from dasksc.storage import Layout, is_url, redact_url
 
-__all__ = ["describe"]
-
 _MAX_FILES = 64
 _PROBED_BLOCK = 64
 

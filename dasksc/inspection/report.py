@@ -9,8 +9,6 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-__all__ = ["Report"]
-
 _N_SHOWN = 12  # rows of a table
 _WIDTH = 96
 

@@ -16,12 +16,9 @@ from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.loader import scDataset
-from dasksc.loader.spec import check_hooks
 from dasksc.memory.limits import memory_limit
-from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
-from dasksc.plan.strategies import BlockShuffling
-
-__all__ = ["rows_per_s", "suggest_parameters"]
+from dasksc.multiindexable import MultiIndexable, count_rows
+from dasksc.plan.strategies import BlockShuffling, Streaming
 
 Hook = Callable[..., Any]
 
@@ -191,7 +188,6 @@ def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
 
 def _row_bytes(data: Any, hooks: Mapping[str, Any]) -> int:
     """Return the size of a row as batches have it; rows of data other than an atlas are read."""
-    check_hooks(**hooks)
     is_atlas = hasattr(data, "obs") and hasattr(data, "n_vars")
     if (is_atlas or (hasattr(data, "dask") and data.ndim == 2)) and not any(hooks.values()):
         return int(np.dtype(np.float32).itemsize * data.shape[1])
@@ -199,14 +195,9 @@ def _row_bytes(data: Any, hooks: Mapping[str, Any]) -> int:
     n_read = min(_N_READ, n_rows)
     if not n_read:
         return 0
-    sample = (hooks["fetch_callback"] or take_rows)(data, np.linspace(0, n_rows - 1, n_read).astype(np.int64))
-    if hooks["fetch_transform"] is not None:
-        sample = hooks["fetch_transform"](sample)
-    if hooks["batch_callback"] is not None:
-        sample = hooks["batch_callback"](sample, np.arange(n_read))
-    if hooks["batch_transform"] is not None:
-        sample = hooks["batch_transform"](sample)
-    return _memory_bytes(sample) // n_read
+    rows = np.linspace(0, n_rows - 1, n_read).astype(np.int64)
+    dataset = scDataset(data, Streaming(indices=rows), n_read, 1, **hooks, rank=0, world_size=1, seed=0)
+    return _memory_bytes(next(iter(dataset))) // n_read
 
 
 def _memory_bytes(data: Any) -> int:

@@ -6,10 +6,7 @@ For trainers of ``pytorch_lightning``, import `dasksc.integrations.pytorch_light
 
 from __future__ import annotations
 
-try:
-    from lightning.pytorch import LightningDataModule
-except ImportError as error:
-    raise ImportError("dasksc.integrations.lightning needs Lightning: pip install 'dasksc[lightning]'") from error
+from lightning.pytorch import LightningDataModule
 
 from dasksc.integrations.data_module import DataModule
 

@@ -6,10 +6,7 @@ The class is that of `dasksc.integrations.lightning`, with the base class of ``p
 
 from __future__ import annotations
 
-try:
-    from pytorch_lightning import LightningDataModule
-except ImportError as error:
-    raise ImportError("dasksc.integrations.pytorch_lightning needs Lightning: pip install pytorch-lightning") from error
+from pytorch_lightning import LightningDataModule
 
 from dasksc.integrations.data_module import DataModule
 

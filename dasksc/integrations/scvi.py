@@ -14,6 +14,14 @@ import pandas as pd
 import scipy.sparse as sp
 import torch
 from anndata import AnnData
+from scvi.data import AnnDataManager
+from scvi.data.fields import (
+    CategoricalJointObsField,
+    CategoricalObsField,
+    LayerField,
+    NumericalJointObsField,
+    NumericalObsField,
+)
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, WrongTypeError, scDataset
@@ -22,18 +30,6 @@ from dasksc.checks import names_or_none
 from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
 from dasksc.plan.named import StrategyName
-
-try:
-    from scvi.data import AnnDataManager
-    from scvi.data.fields import (
-        CategoricalJointObsField,
-        CategoricalObsField,
-        LayerField,
-        NumericalJointObsField,
-        NumericalObsField,
-    )
-except ImportError as error:
-    raise ImportError("dasksc.integrations.scvi needs scvi-tools: pip install 'dasksc[scvi]'") from error
 
 __all__ = ["SCVIDataModule"]
 

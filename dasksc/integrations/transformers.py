@@ -14,16 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from dasksc import InputError, scDataset
-
-try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise ImportError(
-        "dasksc.integrations.transformers needs transformers and accelerate: pip install 'dasksc[transformers]'"
-    ) from error
 
 __all__ = ["scTrainer"]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import anndata
 
-__all__ = ["as_anndata_writes", "is_node", "write_group"]
-
 
 @contextmanager
 def as_anndata_writes() -> Iterator[None]:

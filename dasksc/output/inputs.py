@@ -10,8 +10,6 @@ from dask.base import tokenize
 from dasksc.pushdown import DaskMatrix, leaves_of
 from dasksc.storage import ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
 
-__all__ = ["leaves_read", "token_of"]
-
 
 def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
     """Yield the underlying matrices, in files or in memory, from which a matrix is read."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from dasksc.errors import InputError
 
-__all__ = ["progress_bar"]
-
 
 @contextmanager
 def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:

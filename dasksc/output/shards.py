@@ -23,8 +23,6 @@ from zarr.codecs import BloscCodec
 
 from dasksc.output.work_folder import atomic_path, sync
 
-__all__ = ["ShardWriter", "ShardedArray", "Shuffle", "shard_writer"]
-
 Shuffle = Literal["noshuffle", "shuffle"]
 
 _CODEC: Literal["lz4hc"] = "lz4hc"

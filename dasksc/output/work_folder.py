@@ -7,6 +7,7 @@ remain valid, and a later run writes only the missing ones.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -23,20 +24,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.output.elements import is_node
-from dasksc.platforms import lock_file
-
-__all__ = [
-    "WorkFolder",
-    "StoreWorkFolder",
-    "atomic_path",
-    "atomic_array",
-    "discard",
-    "extend",
-    "mapped_array",
-    "remove_leftovers",
-    "sync",
-    "sync_folder",
-]
 
 _ZEROS_BYTES = 2**20
 # NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several
@@ -73,7 +60,7 @@ class WorkFolder:
             except FileNotFoundError:  # another process has finished and removed the folder
                 continue
             try:
-                lock_file(lock, wait=wait)
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
@@ -193,7 +180,6 @@ class StoreWorkFolder(WorkFolder):
             discard(self.folder / "replaced")
             os.rename(self.target, self.folder / "replaced")
         os.rename(self.store, self.target)
-        sync_folder(self.target.parent)
         self.remove()
 
 
@@ -224,27 +210,12 @@ def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]
     with atomic_path(path) as partial:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            # Writing to a mapped page without disk space would kill the process.
-            extend(file, n * dtype.itemsize)
+            # Writing to a mapped page without disk space would kill the process, so zeros reserve it.
+            for at in range(0, n * dtype.itemsize, _ZEROS_BYTES):
+                file.write(bytes(min(_ZEROS_BYTES, n * dtype.itemsize - at)))
         out = mapped_array(partial, mode="r+")
         yield out
         out.flush()
-
-
-def extend(file: IO[bytes], n_bytes: int) -> None:
-    """Append zeros to a file, and reserve disk space for them."""
-    start = file.tell()
-    file.flush()
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file.fileno(), 0, start + n_bytes)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    # macOS lacks posix_fallocate, and some file systems do not support it; zeros are written instead.
-    for at in range(0, n_bytes, _ZEROS_BYTES):
-        file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def remove_leftovers(store: Path) -> None:
@@ -266,12 +237,3 @@ def sync(file: IO[bytes]) -> None:
     """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the directory entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

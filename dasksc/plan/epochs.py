@@ -12,6 +12,7 @@ again with the same base seed also begins a new epoch: either the user reseeded 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -22,7 +23,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from dasksc.errors import StorageError
-from dasksc.platforms import lock_file
 
 __all__ = ["EpochCounter"]
 
@@ -87,7 +87,7 @@ class EpochCounter:
     def _locked(self) -> Iterator[dict[str, Any]]:
         self._require_file()
         with open(self._path, "r+b", buffering=0) as file:
-            lock_file(file, wait=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
             before = file.readall()
             state = json.loads(before)
             yield state

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -20,8 +21,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-
-from dasksc.platforms import after_fork
 
 __all__ = ["Recycling", "empty", "kept_bytes"]
 
@@ -129,7 +128,7 @@ def _after_fork() -> None:
     _pool = _Pool()
 
 
-after_fork(_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Recycling:

@@ -19,8 +19,6 @@ from dasksc.loader.genes import GeneRequest
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Pass, PassRows, moments_of
 
-__all__ = ["Statistics", "statistics"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:

@@ -20,8 +20,6 @@ from dasksc.pushdown.reductions import add_reductions
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Pass
 
-__all__ = ["normalize"]
-
 
 def normalize(
     adata: Openable | Sequence[Openable] | Mapping[str, Openable],

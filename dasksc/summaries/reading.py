@@ -24,8 +24,6 @@ from dasksc.plan.labels import check_categories
 from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
 
-__all__ = ["Groups", "Moments", "Pass", "PassRows", "moments_of"]
-
 # Maximum and minimum size of a fetch, its share of the memory that is left, and the number of batches in it. With few,
 # large batches, the moments of each group are loaded into the processor's caches fewer times.
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_SHARE, _FETCH_BATCHES = 2**25, 2**21, 32, 2

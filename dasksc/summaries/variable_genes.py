@@ -16,8 +16,6 @@ from dasksc.kernels import moments as kernels
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Moments, Pass, PassRows, moments_of
 
-__all__ = ["highly_variable_genes"]
-
 logger = logging.getLogger("dasksc.summaries")
 
 # Bytes for each gene of each batch: moments, and the scores computed from them.

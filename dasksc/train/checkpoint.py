@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,8 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 from dasksc import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Checkpoints", "read_state", "read_tensors"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
@@ -47,9 +44,8 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Return the complete checkpoints in ascending order of their steps."""
-        # The whole name must match: copies under other names belong to the user.
-        found = [path for path in self.folder.glob("step-*/state.json") if re.fullmatch(r"step-\d+", path.parent.name)]
-        return sorted((path.parent for path in found), key=_step_of)
+        # Copies under other names belong to the user.
+        return sorted(path.parent for path in self.folder.glob(f"step-{'[0-9]' * 8}/state.json"))
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of a step."""
@@ -96,9 +92,10 @@ class Checkpoints:
     def _prune(self, latest: Path, values: Mapping[str, float]) -> None:
         if self.keep < 0:
             return
-        rated = [(values[str(step)], path) for path in self.all() if str(step := _step_of(path)) in values]
+        existing = set(self.all())
+        rated = [(value, path) for step, value in values.items() if (path := self.path_of(int(step))) in existing]
         best = sorted(rated, reverse=self.is_larger_better)[: self.keep]
-        for path in set(self.all()) - {latest, *(path for _, path in best)}:
+        for path in existing - {latest, *(path for _, path in best)}:
             # It is renamed first, so that a partly removed one is never taken for a checkpoint.
             shutil.rmtree(path.rename(path.with_name(path.name + ".gone")))
 
@@ -163,10 +160,6 @@ def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
     advice = "It is damaged, or does not fit: resume from another checkpoint, or remove this one"
     with _quiet(), _converted_errors(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from dasksc.loader.binding import reason_for_no_batches
 from dasksc.train.config import Config, created, found
 from dasksc.train.sections import STRATEGIES, TOKENIZERS
 
-__all__ = ["DataSets", "make_datasets", "opened", "tokens_of"]
-
 # Keys of the section `data` that are no arguments of scDataset.
 _OWN = {"path", "open", "strategy", "validation", "progress"}
 

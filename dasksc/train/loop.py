@@ -22,12 +22,10 @@ from dasksc.inspection.report import Report
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Config, created, found
 from dasksc.train.data import make_datasets
-from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of
+from dasksc.train.metrics import Means, Pace, Table, loggers_of
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
 from dasksc.train.saved_models import predict_trained, reading_options, save_model
 from dasksc.train.sections import MODELS, OPTIMIZERS, Scheduler
-
-__all__ = ["fit"]
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
@@ -80,8 +78,6 @@ class _Run:
     def __init__(self, config: Config, ranks: Ranks, say: Callable[[str], None], closing: contextlib.ExitStack) -> None:
         self.config, self.training, self.ranks, self.say = config, config.training, ranks, say
         training = config.training
-        for name in training.loggers:
-            imported(name)  # so that all ranks raise an error
         self.folder = Path(training.checkpoint_dir)
         self.dataset, self.validation, facts = make_datasets(config, device=ranks.device, rank=ranks.rank)
         unwritten = f"training.checkpoint_dir={training.checkpoint_dir!r} cannot be written"
@@ -123,7 +119,7 @@ class _Run:
         torch.manual_seed(training.seed + 1 + ranks.rank)
         self._resume()
         self.total_steps = self._total_steps()
-        self.pace = Pace(ranks)
+        self.pace = Pace(ranks, self.dataset)
         self.logs: list[Callable[[Mapping[str, Any]], Any]] = []
 
         def begin_logs() -> None:
@@ -160,8 +156,6 @@ class _Run:
         if self.ranks.rank == 0:
             self.say(f"resuming from {path}")
 
-    # --- Steps ------------------------------------------------------------------------------------------
-
     def _is_over(self) -> bool:
         is_last_step = self.training.max_steps is not None and self.step >= self.training.max_steps
         return is_last_step or (self.max_epochs is not None and self.epoch >= self.max_epochs)
@@ -189,19 +183,19 @@ class _Run:
         self.model.train()
         means = Means(self.ranks)
         unlogged: dict[str, Any] | None = None
-        with contextlib.closing(self.pace.timed(self.dataset)) as batches:
-            for group in grouped(batches, training.gradient_accumulation):
-                unlogged = self._take_step(group, means)
-                n_left -= len(group)
-                # The caller validates and saves at the end of an epoch.
-                saves = n_left and training.save_every is not None and self.step % training.save_every == 0
-                if saves or self.step % training.log_every_n_steps == 0:
-                    self._log_step(means, unlogged)
-                    unlogged = None
-                if n_left and self._is_over():
-                    break
-                if saves:
-                    self._save()
+        self.pace.waited_s = 0.0
+        for group in grouped(self.dataset, training.gradient_accumulation):
+            unlogged = self._take_step(group, means)
+            n_left -= len(group)
+            # The caller validates and saves at the end of an epoch.
+            saves = n_left and training.save_every is not None and self.step % training.save_every == 0
+            if saves or self.step % training.log_every_n_steps == 0:
+                self._log_step(means, unlogged)
+                unlogged = None
+            if n_left and self._is_over():
+                break
+            if saves:
+                self._save()
         if unlogged is not None:
             self._log_step(means, unlogged)
         self.epoch += not n_left
@@ -314,8 +308,6 @@ class _Run:
             self._log(epoch, {f"validation_{name}": value for name, value in figures.items()})
         elif self.ranks.rank == 0:
             self.say("the model uses none of the held-out rows (they may have no label): no validation metrics")
-
-    # --- Checkpoints and end of training --------------------------------------------------------------
 
     def _save(self) -> None:
         if self.step_saved == self.step:

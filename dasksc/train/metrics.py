@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dasksc import InputError
+from dasksc import InputError, scDataset
+from dasksc.output.work_folder import atomic_path
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Means", "Pace", "Table", "imported", "loggers_of"]
-
 Row = Mapping[str, Any]
-
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class Means:
@@ -52,21 +49,11 @@ class Means:
 class Pace:
     """Time of training steps, without validation and checkpoints, and time that a rank waits for batches."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, dataset: scDataset) -> None:
         self._ranks = ranks
+        self._dataset = dataset
         self.since = perf_counter()
-        self._wait_s = self.total_s = self.total_wait_s = 0.0
-
-    def timed(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield batches, and measure the time spent waiting for them."""
-        iterator, none = iter(batches), object()
-        while True:
-            start = perf_counter()
-            batch = next(iterator, none)
-            self._wait_s += perf_counter() - start
-            if batch is none:
-                return
-            yield batch
+        self.waited_s = self.total_s = self.total_wait_s = 0.0  # waited in the current epoch, until the last call
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -77,11 +64,12 @@ class Pace:
 
     def reduced(self, n_rows: int) -> dict[str, float]:
         """Return throughput of all ranks, and waiting of the slowest, since the last call of all ranks."""
-        elapsed, device = perf_counter() - self.since, self._ranks.device
+        elapsed, device, waited_s = perf_counter() - self.since, self._ranks.device, self._dataset.stats()["wait_s"]
+        wait_s = waited_s - self.waited_s
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        values = torch.tensor([elapsed, self._wait_s, self._wait_s / max(elapsed, 1e-9), memory], dtype=torch.float64)
+        values = torch.tensor([elapsed, wait_s, wait_s / max(elapsed, 1e-9), memory], dtype=torch.float64)
         elapsed, waited, share, memory = self._ranks.reduced(values.to(device), dist.ReduceOp.MAX).tolist()
-        self.since, self._wait_s = perf_counter(), 0.0
+        self.since, self.waited_s = perf_counter(), waited_s
         self.total_s += elapsed
         self.total_wait_s += waited
         found = {"cells_per_s": n_rows / max(elapsed, 1e-9), "wait_share": share}
@@ -119,20 +107,15 @@ class Table:
                 csv.DictWriter(file, self._names).writerow(row)
 
     def _rewrite(self) -> None:
-        partial = self._path.with_name(self._path.name + ".partial")
-        with open(partial, "w", newline="") as file:
+        with atomic_path(self._path) as partial, open(partial, "w", newline="") as file:
             writer = csv.DictWriter(file, self._names)
             writer.writeheader()
             writer.writerows(self._rows)
-        partial.rename(self._path)
 
 
-def imported(logger: str) -> Any:
-    """Return the module of a logger that needs another package, or None; every rank checks that it is installed."""
-    if logger not in _MODULES:
-        return None
+def _imported(logger: str) -> Any:
     try:
-        return import_module(_MODULES[logger])
+        return import_module("torch.utils.tensorboard" if logger == "tensorboard" else logger)
     except ImportError as error:
         raise InputError(f"training.logger={logger} needs the package {logger}: pip install {logger}") from error
 
@@ -143,11 +126,11 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
     if "stdout" in names:
         yield lambda row: say(_line(row))
     if "tensorboard" in names:
-        writer = imported("tensorboard").SummaryWriter(str(Path(config.training.checkpoint_dir) / "tensorboard"))
+        writer = _imported("tensorboard").SummaryWriter(str(Path(config.training.checkpoint_dir) / "tensorboard"))
         closing.callback(writer.close)
         yield lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in row.items()]
     if "wandb" in names:
-        run = imported("wandb").init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
+        run = _imported("wandb").init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
         closing.callback(run.finish)
         yield lambda row: run.log(dict(row), step=row["step"])
 

@@ -16,6 +16,7 @@ import dasksc
 from dasksc import Batch, InputError, MissingPathError, scDataset
 from dasksc.inspection.report import Report
 from dasksc.options import nearest
+from dasksc.output.work_folder import atomic_path
 from dasksc.train.checkpoint import read_state, read_tensors
 from dasksc.train.config import Config, created, found
 from dasksc.train.data import opened, tokens_of
@@ -23,27 +24,14 @@ from dasksc.train.parallel import Ranks
 from dasksc.train.sections import MODELS
 from dasksc.transforms.vocabulary import Vocabulary
 
-__all__ = [
-    "categories_for",
-    "dataset_for",
-    "imported_model",
-    "load_model",
-    "method_of",
-    "predict_trained",
-    "read_saved",
-    "reading_options",
-    "save_model",
-]
-
 
 def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ranks) -> None:
     """Write a model and the plain types `saved` to one file. All ranks call this function; rank 0 gathers it."""
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def write() -> None:
-        partial = path.with_name(path.name + ".partial")
-        torch.save({**saved, "parameters": parameters}, partial)
-        partial.rename(path)
+        with atomic_path(path) as partial:
+            torch.save({**saved, "parameters": parameters}, partial)
 
     ranks.on_rank_zero(write, f"the model {path} cannot be written")
 
