@@ -69,8 +69,10 @@ class AnnDataStore(Store):
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Read the requested columns of a table, or the whole table if the encoding does not separate columns."""
+        return self._table(name, columns, has_names=self._options.has_names or name != "obs")
+
+    def _table(self, name: str, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
         stored = self._stored(name)
-        has_names = self._options.has_names or name != "obs"
         self._sizes.check(name, parts_of_table(stored, columns, has_names=has_names))
         if legacy.is_record_array(stored):
             tables, _ = self._old
@@ -95,19 +97,13 @@ class AnnDataStore(Store):
 
     def names(self) -> Iterator[Sequence[str]]:
         """Read the names of the cells in pieces, if their encoding allows it."""
-        stored = self._root["obs"]
-        pieces = None if legacy.is_record_array(stored) else stored_names(stored)
-        if pieces is not None:
-            return pieces
-        self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
-        if legacy.is_record_array(stored):
-            return names_in_pieces(legacy.table_of_records(stored).index)
-        return names_in_pieces(read_table(stored, [], has_names=True).index)
+        pieces = stored_names(self._root["obs"])
+        return names_in_pieces(self._table("obs", [], has_names=True).index) if pieces is None else pieces
 
     def names_type(self) -> tuple[str | None, Any] | None:
         """Return the type of the index of obs, if the names can be read in pieces."""
         stored = self._root["obs"]
-        found = None if legacy.is_record_array(stored) else stored_names_type(stored)
+        found = stored_names_type(stored)
         if found is not None:
             self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
         return found
