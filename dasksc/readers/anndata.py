@@ -19,7 +19,7 @@ from dasksc.readers.arrays import is_lazy_matrix
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import names_in_pieces, stored_names, stored_names_type
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.sizes import ReadSizes, check_table
+from dasksc.readers.sizes import ReadSizes
 from dasksc.readers.tables import column_order, parts_of_table, read_table
 from dasksc.storage import Matrix, RemoteLocation, open_matrix
 from dasksc.storage.hdf5.reader import H5File
@@ -78,7 +78,6 @@ class AnnDataStore(Store):
             tables, _ = self._old
             table = tables[name] if name in tables else legacy.table_of_records(stored)
             return table.copy(deep=False)
-        check_table(stored, self._path)
         return read_table(stored, columns, has_names=has_names)
 
     def matrix(self, key: str) -> Any:

@@ -11,7 +11,6 @@ from anndata.io import read_elem
 from dasksc.readers.arrays import is_group
 from dasksc.readers.legacy import is_record_array
 from dasksc.readers.names import nameless_index, read_names
-from dasksc.readers.sizes import lengths_of
 
 __all__ = ["column_order", "parts_of_table", "read_table"]
 
@@ -27,7 +26,10 @@ def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -
     if has_names:
         index = read_names(stored[index_key])
     else:
-        index = nameless_index(lengths_of(stored)[index_key])
+        names = stored[index_key]
+        if is_group(names):  # of categorical or nullable strings
+            names = next(names[part] for part in ("codes", "values") if part in names)
+        index = nameless_index(names.shape[0])
     table = pd.DataFrame({name: read_elem(stored[name]) for name in kept}, index=index, columns=kept)
     if index_key != "_index" and has_names:
         table.index.name = index_key

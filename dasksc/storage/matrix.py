@@ -240,8 +240,8 @@ class RowBuffer(Protocol):
         empty: Empty = buffers.empty,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order."""
-        # `empty` allocates `indices` and `data`. `indices` are strictly ascending within each row. Repeated columns of a
-        # row are summed in stored order, in the data type of the matrix (integers in 64 bits), and then converted to
+        # `empty` allocates `indices` and `data`. `indices` are strictly ascending within each row. Repeated columns of
+        # a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and then converted to
         # `dtype` (default: that for computation).
 
     def compact(self) -> RowBuffer:
