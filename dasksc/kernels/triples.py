@@ -1,4 +1,4 @@
-"""CSR rows from values that are not stored as CSR: triples of row, column and value, and lists of genes."""
+"""CSR rows from triples of row, column and value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["count_triples", "fill_triples", "take_lists"]
+__all__ = ["count_triples", "fill_triples"]
 
 
 @kernel
@@ -36,24 +36,3 @@ def fill_triples(at, columns, values, to, places, out_columns, out_values):
         out_values[place] = values[k]
         places[at[k]] = place + 1
     return -1
-
-
-@kernel
-def take_lists(rows, offsets, genes, values, to, counts, out_columns, out_values, place):
-    """Append the lists of `rows` from `place` on; return the next place, or -1 - i for an invalid list of rows[i]."""
-    # A first value that is negative and of an identifier without a column is a marker rather than a gene.
-    for i in range(rows.shape[0]):
-        start, stop = offsets[rows[i]], offsets[rows[i] + 1]
-        begun = place
-        for k in range(start, stop):
-            gene = genes[k]
-            is_known = 0 <= gene < to.shape[0] and to[gene] >= 0
-            if k == start and not is_known and values[k] < 0:
-                continue
-            if not is_known or values[k] < 0:
-                return -1 - i
-            out_columns[place] = to[gene]
-            out_values[place] = values[k]
-            place += 1
-        counts[i] = place - begun
-    return place

@@ -12,7 +12,7 @@ from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
 from dasksc.kernels.foreign import call, copy_bytes
 
-__all__ = ["decode_beginning", "decode_pieces"]
+__all__ = ["decode_pieces"]
 
 _FIRST_ERROR = np.uint64(2**64 - 120)  # larger results are error codes
 _HAS_CHECKSUM = 0x04  # in the byte after the magic number
@@ -42,16 +42,6 @@ def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops,
         first = after
     call(functions[1], (context,))
     return failed
-
-
-@kernel
-def decode_beginning(functions, frame, n_needed, out):
-    """Decode a frame into `out`, both uint8, up to at least `n_needed` bytes; return False if that fails."""
-    context = call(functions[0], ())
-    source, target = np.uint64(frame.ctypes.data), np.uint64(out.ctypes.data)
-    is_decoded = _decode(functions, context, source, len(frame), n_needed, target, len(out))
-    call(functions[1], (context,))
-    return is_decoded
 
 
 @kernel

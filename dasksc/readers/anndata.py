@@ -19,7 +19,7 @@ from dasksc.readers.arrays import is_lazy_matrix
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import names_in_pieces, stored_names, stored_names_type
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.sizes import ReadSizes, check_table
+from dasksc.readers.sizes import ReadSizes
 from dasksc.readers.tables import column_order, parts_of_table, read_table
 from dasksc.storage import Matrix, RemoteLocation, open_matrix
 from dasksc.storage.hdf5.reader import H5File
@@ -69,15 +69,16 @@ class AnnDataStore(Store):
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Read the requested columns of a table, or the whole table if the encoding does not separate columns."""
-        stored, options = self._stored(name), self._options
-        has_names = options.has_names or name != "obs"
+        return self._table(name, columns, has_names=self._options.has_names or name != "obs")
+
+    def _table(self, name: str, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
+        stored = self._stored(name)
         self._sizes.check(name, parts_of_table(stored, columns, has_names=has_names))
         if legacy.is_record_array(stored):
             tables, _ = self._old
             table = tables[name] if name in tables else legacy.table_of_records(stored)
             return table.copy(deep=False)
-        check_table(stored, self._path)
-        return read_table(stored, columns, self._path, has_names=has_names, mmap=options.mmap)
+        return read_table(stored, columns, has_names=has_names)
 
     def matrix(self, key: str) -> Any:
         """Open a matrix; read an element that is not a numeric matrix."""
@@ -95,19 +96,13 @@ class AnnDataStore(Store):
 
     def names(self) -> Iterator[Sequence[str]]:
         """Read the names of the cells in pieces, if their encoding allows it."""
-        stored = self._root["obs"]
-        pieces = None if legacy.is_record_array(stored) else stored_names(stored, self._path)
-        if pieces is not None:
-            return pieces
-        self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
-        if legacy.is_record_array(stored):
-            return names_in_pieces(legacy.table_of_records(stored).index)
-        return names_in_pieces(read_table(stored, [], self._path, has_names=True, mmap=self._options.mmap).index)
+        pieces = stored_names(self._root["obs"])
+        return names_in_pieces(self._table("obs", [], has_names=True).index) if pieces is None else pieces
 
     def names_type(self) -> tuple[str | None, Any] | None:
         """Return the type of the index of obs, if the names can be read in pieces."""
         stored = self._root["obs"]
-        found = None if legacy.is_record_array(stored) else stored_names_type(stored, self._path)
+        found = stored_names_type(stored)
         if found is not None:
             self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
         return found

@@ -33,8 +33,6 @@ __all__ = ["CellRangerStore"]
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 # All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"
-# Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
-_PIECE_ROWS = 2**20
 _AGAIN = "Copy or download the file again."
 
 
@@ -63,10 +61,8 @@ class CellRangerStore(Store):
         for column, stored in self._flags.items():
             if stored.dtype.kind not in "biu":
                 raise CorruptDataError(f"{self._label}/{column} has dtype {stored.dtype}; expected booleans. {_AGAIN}")
-        lengths = {column: len(stored) for column, stored in self._features.items()}
-        if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{column} {n}" for column, n in lengths.items())
-            raise CorruptDataError(f"{self._label}: features have lists of different lengths: {found}. {_AGAIN}")
+        if len(set(map(len, self._features.values()))) > 1:
+            raise CorruptDataError(f"{self._label}: features have lists of different lengths. {_AGAIN}")
         self._sizes = ReadSizes(self._path)
 
     @classmethod
@@ -87,9 +83,9 @@ class CellRangerStore(Store):
         if name == "var":
             return self._genes if self._kept is None else self._genes[self._kept]
         kept = {column: one for column, one in self._flags.items() if columns is None or column in columns}
-        has_names = self._options.has_names
-        self._sizes.check("barcodes", [*kept.values(), *([self._group["barcodes"]] if has_names else [])])
-        index = pd.Index(self._barcodes()) if has_names else nameless_index(len(self._group["barcodes"]))
+        has_names, barcodes = self._options.has_names, self._group["barcodes"]
+        self._sizes.check("barcodes", [*kept.values(), *([barcodes] if has_names else [])])
+        index = pd.Index(self._values(barcodes)) if has_names else nameless_index(len(barcodes))
         return pd.DataFrame({column: one[()].astype(bool) for column, one in kept.items()}, index, columns=list(kept))
 
     def matrix(self, key: str) -> Matrix:
@@ -185,12 +181,9 @@ class CellRangerStore(Store):
             raise InputError(f"{self._path} has no feature that matches {requested} together; change one of them")
         return None if kept.all() else kept
 
-    def _barcodes(self) -> NDArray[Any]:
-        return self._values(self._group["barcodes"])
-
     def names(self) -> Iterator[Sequence[str]]:
         """Read the barcodes."""
-        yield self._barcodes().astype(str).tolist()
+        yield self._values(self._group["barcodes"]).astype(str).tolist()
 
     def _values(self, stored: h5py.Dataset) -> NDArray[Any]:
         """Return the values of a dataset: booleans unchanged, all others as strings."""
@@ -198,13 +191,7 @@ class CellRangerStore(Store):
             return np.asarray(stored[()])
         if h5py.check_string_dtype(stored.dtype) is None:
             return np.asarray(stored[()]).astype(str).astype(object)
-        if stored.dtype.kind == "O":
-            return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
-        found = np.empty(len(stored), dtype=object)
-        for start in range(0, len(stored), _PIECE_ROWS):
-            piece = slice(start, start + _PIECE_ROWS)
-            found[piece] = np.char.decode(stored[piece], "utf-8")
-        return found
+        return np.asarray(read_names(stored), dtype=object)
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""

@@ -13,7 +13,7 @@ from dasksc.readers.arrays import is_group
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.remote.urls import ZARR_MARKERS
-from dasksc.storage.zarr.zipped import ZipArchive, is_zip
+from dasksc.storage.zarr.zipped import is_zip, members_of
 
 __all__ = ["MuDataStore", "holds_modalities"]
 
@@ -57,7 +57,7 @@ def holds_modalities(path: str) -> bool:
         return location.key.endswith(".h5mu")
     local = path if location is None or location.local is None else location.local
     if is_zip(local):
-        return any(name.startswith("mod/") for name in ZipArchive.of(local).members)
+        return any(one.filename.startswith("mod/") for one in members_of(local))
     return local.endswith(".h5mu") or (
         os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
     )

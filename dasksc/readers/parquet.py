@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from dasksc.checks import nearest
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError
-from dasksc.kernels import triples
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.rows import Block, RowsMatrix
-from dasksc.storage import FetchCost, Layout, RemoteLocation, buffers
+from dasksc.storage import FetchCost, Layout, RemoteLocation
 from dasksc.storage.arrays import logical_dtype, memory_dtype
 from dasksc.storage.fetched_rows import indptr_of
 from dasksc.storage.file_identity import FileIdentity
@@ -201,28 +200,32 @@ class ParquetMatrix(RowsMatrix):
     def _read(self, rows: NDArray[np.int64]) -> Block:
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         counts = np.empty(len(rows), dtype=np.int64)
-        nothing = np.empty(0, np.int32), np.empty(0, self.stored_dtype)
-        parts: list[tuple[NDArray[np.int32], NDArray[Any]]] = [nothing]
+        parts: list[tuple[NDArray[np.int32], NDArray[Any]]] = [(np.empty(0, np.int32), np.empty(0, self.stored_dtype))]
         for number in np.unique(numbers):
-            first, last = np.searchsorted(numbers, [number, number + 1])
-            local = rows[first:last] - self._starts[number]
-            offsets, genes, values = self._group(int(number))
-            n_values = int((offsets[local + 1] - offsets[local]).sum())
-            columns, kept = buffers.empty(n_values, np.int32), buffers.empty(n_values, self.stored_dtype)
-            lists = local, offsets, genes, values
-            stop = triples.take_lists(*lists, self._to, counts[first:last], columns, kept, 0)
-            if stop < 0:
-                row = local[-1 - stop]
-                self._refuse(int(rows[first - 1 - stop]), *(one[offsets[row] : offsets[row + 1]] for one in lists[2:]))
-            parts.append((columns[:stop], kept[:stop]))
-        indptr = indptr_of(counts)
-        indices, data = buffers.empty(int(indptr[-1]), np.int32), buffers.empty(int(indptr[-1]), self.stored_dtype)
-        for out, arrays in zip((indices, data), zip(*parts, strict=True), strict=True):
-            np.concatenate(arrays, out=out)
-        return indptr, indices, data
+            here = slice(*np.searchsorted(numbers, [number, number + 1]))
+            offsets, genes, values = self._group(int(number), rows[here] - self._starts[number])
+            # The last entry of the table stands for all unknown tokens.
+            columns = self._to[np.where((genes >= 0) & (genes < len(self._to)), genes, -1)]
+            known = columns >= 0
+            is_marker = np.zeros(len(genes), dtype=bool)
+            is_marker[offsets[:-1][np.diff(offsets) > 0]] = True
+            is_marker &= ~known & (values < 0)
+            wrong = (~known | (values < 0)) & ~is_marker
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                row = rows[here][np.searchsorted(offsets, place, side="right") - 1]
+                negative = f"the negative value {values[place]} of {self._names[0]}"
+                raise CorruptDataError(
+                    f"{self._file.path}: row {row} has {negative if known[place] else 'the unknown token'} "
+                    f"{genes[place]}. Give the gene_table of this file, or write it again."
+                )
+            counts[here] = np.diff(np.append(0, np.cumsum(~is_marker))[offsets])
+            parts.append((columns[~is_marker], values[~is_marker]))
+        columns, kept = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return indptr_of(counts), columns, kept
 
-    def _group(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-        """Decode the lists of a row group: offsets, genes and expressions."""
+    def _group(self, number: int, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+        """Decode the lists of some rows of a row group: offsets, genes and expressions."""
         self._file.require_unchanged()
         where = f"{self._file.path}, row group {number} (rows from {self._starts[number]})"
         opened = getattr(self._local, "opened", None)
@@ -239,27 +242,16 @@ class ParquetMatrix(RowsMatrix):
                 raise CorruptDataError(
                     f"{where} has missing values in {name}. Write it again with empty lists instead."
                 )
+        lists = [one.take(rows) for one in lists]
         offsets, others = (one.offsets.to_numpy().astype(np.int64) for one in lists)
         if not np.array_equal(offsets, others):
             row = int(np.argmax(np.diff(offsets) != np.diff(others)))
             raise CorruptDataError(
-                f"{where}: row {self._starts[number] + row} has lists of {offsets[row + 1] - offsets[row]} and "
+                f"{where}: row {self._starts[number] + rows[row]} has lists of {offsets[row + 1] - offsets[row]} and "
                 f"{others[row + 1] - others[row]} elements. Write it again with lists of equal lengths."
             )
         genes, values = (one.values.to_numpy() for one in lists)
         return offsets, genes.astype(np.int64, copy=False), values.astype(self.stored_dtype, copy=False)
-
-    def _refuse(self, row: int, genes: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Raise an error for a list with an unknown gene or a negative expression."""
-        held = (genes >= 0) & (genes < len(self._to))
-        held[held] = self._to[genes[held]] >= 0
-        wrong = ~held | (values < 0)
-        wrong[0] &= held[0] or values[0] >= 0  # a marker
-        gene, value = genes[np.argmax(wrong)], values[np.argmax(wrong)]
-        what = f"the negative value {value} of {self._names[0]}" if held[np.argmax(wrong)] else "the unknown token"
-        raise CorruptDataError(
-            f"{self._file.path}: row {row} has {what} {gene}. Give the gene_table of this file, or write it again."
-        )
 
 
 def _opened(file: LocalFile | RemoteFile, footer: Any = None) -> Any:
@@ -305,7 +297,7 @@ def _table(path: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
 
 @lru_cache(maxsize=4)  # the files of a folder share the table
 def _genes(file: FileIdentity, token: str, name: str) -> tuple[pd.DataFrame, NDArray[np.int32]]:
-    """Return var, and the column of each token (-1 for others)."""
+    """Return var, and the column of each token (-1 for others, and at the end)."""
     table = _table(file.path)
     for option, column in (("token", token), ("gene_names", name)):
         _require(option, column, list(table), file.path)
@@ -314,6 +306,6 @@ def _genes(file: FileIdentity, token: str, name: str) -> tuple[pd.DataFrame, NDA
         raise InputError(f"{file.path}: {token} must be integers without repeats or missing values")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < _MOST_TOKENS:
         raise InputError(f"{file.path}: {token} must lie in [0, {_MOST_TOKENS}); got {tokens.min()} to {tokens.max()}")
-    to = np.full(int(tokens.max(initial=-1)) + 1, -1, dtype=np.int32)
+    to = np.full(int(tokens.max(initial=-1)) + 2, -1, dtype=np.int32)
     to[tokens] = np.arange(len(tokens))
     return table.set_index(table.pop(name).astype(str)), to

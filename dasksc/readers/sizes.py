@@ -1,4 +1,4 @@
-"""Checks before reading: elements larger than memory, and tables whose columns differ in length."""
+"""A check before reading: elements larger than memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import zarr
 
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.memory.limits import memory_limit
@@ -17,7 +16,7 @@ from dasksc.readers.arrays import is_group
 from dasksc.storage import RemoteLocation
 from dasksc.storage.safety.hdf5_links import check_item
 
-__all__ = ["ReadSizes", "check_table", "lengths_of"]
+__all__ = ["ReadSizes"]
 
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
 # is smaller. Total sizes up to this number are not compared with the memory.
@@ -41,29 +40,6 @@ class ReadSizes:
                 f"{largest}), but this process may use only {memory} bytes of memory. Read only the obs columns you "
                 "need: obs=[...]. If you expected less data in this file, it is probably corrupt."
             )
-
-
-def check_table(stored: Any, path: str | RemoteLocation) -> None:
-    """Raise an error for a table with columns of different lengths, before memory for the longest is allocated."""
-    lengths = lengths_of(stored)
-    if len(set(lengths.values())) > 1:
-        longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
-        raise CorruptDataError(
-            f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
-            f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
-        )
-
-
-def lengths_of(stored: Any) -> dict[str, int]:
-    """Return the length of every column of a stored table."""
-    lengths: dict[str, int] = {}
-    for name in stored:
-        item = stored[name]
-        if isinstance(item, h5py.Group | zarr.Group):  # categorical and nullable columns
-            item = next((item[part] for part in ("codes", "values") if part in item), None)
-        if item is not None and len(item.shape) >= 1:
-            lengths[name] = item.shape[0]
-    return lengths
 
 
 def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:

@@ -11,15 +11,11 @@ from anndata.io import read_elem
 from dasksc.readers.arrays import is_group
 from dasksc.readers.legacy import is_record_array
 from dasksc.readers.names import nameless_index, read_names
-from dasksc.readers.sizes import lengths_of
-from dasksc.storage import RemoteLocation, UseMmap
 
 __all__ = ["column_order", "parts_of_table", "read_table"]
 
 
-def read_table(
-    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap
-) -> pd.DataFrame:
+def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
     """Read a table; only `columns`, if the encoding stores columns separately."""
     version = stored.attrs.get("encoding-version")
     if version != "0.2.0" and (columns is None or version == "0.1.0"):
@@ -28,9 +24,12 @@ def read_table(
     index_key = stored.attrs["_index"]
     kept = column_order(stored) if columns is None else columns
     if has_names:
-        index = read_names(stored[index_key], path, mmap=mmap)
+        index = read_names(stored[index_key])
     else:
-        index = nameless_index(lengths_of(stored)[index_key])
+        names = stored[index_key]
+        if is_group(names):  # of categorical or nullable strings
+            names = next(names[part] for part in ("codes", "values") if part in names)
+        index = nameless_index(names.shape[0])
     table = pd.DataFrame({name: read_elem(stored[name]) for name in kept}, index=index, columns=kept)
     if index_key != "_index" and has_names:
         table.index.name = index_key

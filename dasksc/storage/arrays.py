@@ -77,18 +77,8 @@ class StoredArray(Protocol):
         """Additional anonymous memory that a fetch needs while it reads, in bytes."""
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the memory addresses of the runs ``[starts[i], stops[i])`` along the first axis.
-
-        Runs are in ascending order of start, and may touch, overlap, repeat and be empty. Each run is
-        contiguous in memory, and row-major if the array has two dimensions.
-
-        Raises
-        ------
-        BrokenRunError
-            If a run cannot be read.
-        CorruptDataError
-            If the file has changed since it was opened.
-        """
+        """Return the addresses of the runs ``[starts[i], stops[i])`` of rows, or raise `BrokenRunError`."""
+        # Runs are in ascending order of start, and may touch, overlap, repeat and be empty. Each is contiguous.
 
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from dasksc._compat.codec_libraries import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.kernels.lzf import decode_lzf
-from dasksc.kernels.zstd import decode_beginning
 from dasksc.storage.arrays import UnknownLayoutError
 
 if sys.version_info >= (3, 14):
@@ -107,7 +106,7 @@ class H5Lzf:
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """Zstandard frames. Decoding a part of a chunk stops at the last byte of the part."""
+    """Zstandard frames."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Decompress `data`, and verify the checksum if there is one."""
@@ -117,15 +116,6 @@ class Zstd:
         if size > n_bytes + _SLACK_BYTES:
             raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
         return _ZSTD.decode(data, out=into if size == n_bytes else None)
-
-    def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
-        """Return bytes [start, stop) of the decompressed frame."""
-        functions = zstd_functions()
-        if functions is not None and stop < n_bytes:
-            frame = np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8)
-            if decode_beginning(functions, frame, stop, into):
-                return into[start:stop]
-        return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
 
 
 _ZSTD = numcodecs.Zstd()
@@ -232,23 +222,12 @@ class Chain:
         applied = [codec for i, codec in enumerate(self.codecs) if not skipped >> i & 1]
         for codec in reversed(applied[1:]):
             data = codec.decode(data, n_bytes)
-        if not applied:
-            flat = _part_of(memoryview(data).cast("B"), n_bytes, start, stop)
-        else:
-            if into is None:
-                into = scratch(n_bytes)
-            last: Any = applied[0]
-            if stop - start < n_bytes and hasattr(last, "decode_part"):
-                flat = last.decode_part(data, n_bytes, start, stop, into)
-            else:
-                flat = _part_of(memoryview(last.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
-        return np.frombuffer(flat, dtype=self.dtype).reshape((rows[1] - rows[0], *shape[1:]))
-
-
-def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryview:
-    if len(whole) != n_bytes:
-        raise ValueError(f"the chunk holds {len(whole)} bytes instead of {n_bytes}")
-    return whole[start:stop]
+        if applied:
+            data = applied[0].decode(data, n_bytes, scratch(n_bytes) if into is None else into)
+        whole = memoryview(data).cast("B")
+        if len(whole) != n_bytes:
+            raise ValueError(f"the chunk holds {len(whole)} bytes instead of {n_bytes}")
+        return np.frombuffer(whole[start:stop], dtype=self.dtype).reshape((rows[1] - rows[0], *shape[1:]))
 
 
 _THREAD = threading.local()

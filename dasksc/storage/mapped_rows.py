@@ -52,11 +52,7 @@ class MappedCSR:
 def locate(
     parts: Sequence[MappedCSR], which: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], RowPointers, RowPointers] | None:
-    """Return the lengths of rows of `parts` of the same data types, and the addresses of their indices and data.
-
-    Row i is row ``rows[i]`` of ``parts[which[i]]``. If `indptr` is invalid, None is returned: `CSRMatrix.fetch` reports
-    the error.
-    """
+    """Return lengths and addresses of row ``rows[i]`` of ``parts[which[i]]``; None if `CSRMatrix.fetch` must report."""
     with reading():
         for part in parts:
             part.file.require_unchanged()

@@ -227,17 +227,9 @@ class RowBuffer(Protocol):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` of the fetch into a dense `out`, converted to its data type.
-
-        Repeated columns of a row are summed first; see `gather_csr`. `out` is C-contiguous, shape
-        (len(positions), n_vars or len(columns)); every element is written. The call releases the GIL
-        and is safe from several threads at once.
-
-        Raises
-        ------
-        InputError
-            If `out` has an integer type, float16 or bfloat16 that cannot represent one of the values.
-        """
+        """Write the rows at `positions` into a dense `out`; raise `InputError` if its type cannot hold a value."""
+        # Repeated columns of a row are summed first. `out` is C-contiguous, shape (len(positions), n_vars or
+        # len(columns)); every element is written. Several threads may call this at once.
 
     def gather_csr(
         self,
@@ -247,18 +239,10 @@ class RowBuffer(Protocol):
         columns: Columns | None = None,
         empty: Empty = buffers.empty,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order; `empty` allocates two of them.
-
-        `indices` are strictly ascending within each row, whatever the order of the columns on disk and in `columns`.
-        Repeated columns of a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and
-        then converted. `dtype` is the data type of `data` (default: that for computation). Dense matrices are
-        supported, too: their zeros are dropped.
-
-        Raises
-        ------
-        InputError
-            If `dtype` is an integer type, float16 or bfloat16 that cannot represent one of the values.
-        """
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order."""
+        # `empty` allocates `indices` and `data`. `indices` are strictly ascending within each row. Repeated columns of
+        # a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and then converted to
+        # `dtype` (default: that for computation).
 
     def compact(self) -> RowBuffer:
         """Copy the rows into a contiguous block, which can be pickled and keeps no other memory alive."""
@@ -293,20 +277,4 @@ class Matrix(Protocol):
         """Memory that a fetch takes."""
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows of the matrix.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in ascending order, in [0, n_obs), shape (n_rows,), int64; repeats allowed.
-
-        Returns
-        -------
-        RowBuffer
-            The rows; position i holds ``rows[i]``.
-
-        Raises
-        ------
-        CorruptDataError
-            If the stored array is truncated or inconsistent. The message names file, array and row.
-        """
+        """Fetch ascending rows, which may repeat; raise `CorruptDataError` if the stored array is inconsistent."""

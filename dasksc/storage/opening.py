@@ -27,8 +27,7 @@ from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
-from dasksc.storage.zarr.zipped import ZipArchive, is_zip
-from dasksc.storage.zarr.zipped import direct_array as zipped_array
+from dasksc.storage.zarr.zipped import is_zip
 
 __all__ = ["as_matrix", "hdf5_file", "matrix_in", "open_matrix"]
 
@@ -133,7 +132,7 @@ def _array_at(file: H5File | ZarrFile, name: str, *, use_mmap: UseMmap, cache: C
         if isinstance(file.path, RemoteLocation):
             return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
         if is_zip(file.path):
-            return zipped_array(ZipArchive.of(file.path), name, label=array.label, use_mmap=use_mmap)
+            raise UnknownLayoutError("it lies in a zip file")
         return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         library = "h5py" if isinstance(file, H5File) else "zarr-python"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks, TableChunks
+from dasksc.storage.chunked import ChunkedArray, MappedChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
@@ -20,7 +20,7 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunked_array"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -92,19 +92,14 @@ class Objects(Protocol):
         """Yield the bytes of ranges, valid until the next one is requested; a group is (file, offsets, sizes)."""
 
 
-def chunked_array(objects: Objects | TableChunks, *, layout: ZarrLayout, label: str) -> ChunkedArray:
-    """Return the array with this layout, whose chunks are in stored objects or in a file."""
-    source: ChunkSource
-    if isinstance(objects, TableChunks):
-        source = objects
-    else:
-        source = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
+def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
+    """Return the array with this layout, whose chunks are in stored objects."""
     return ChunkedArray(
         label=label,
         shape=layout.shape,
         chunk_shape=layout.chunk_shape,
         chain=layout.chain,
-        source=source,
+        source=(_Chunks if layout.shard_shape is None else _Shards)(objects, layout),
         fill=layout.fill,
     )
 
@@ -196,40 +191,33 @@ class _Shards(_Chunks):
         return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
-        offsets, sizes = chunk_ranges(self._layout, file.identity, file)
-        return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
+        """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+        layout, identity = self._layout, file.identity
+        n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
+        if identity.size < n_bytes:
+            raise CorruptDataError(
+                f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
+            )
+        start = 0 if layout.index_first else identity.size - n_bytes
+        data: Any = file.fetch(start, start + n_bytes)
+        if layout.index_checksum:
+            try:
+                data = Crc32c().decode(data, len(data))
+            except ValueError as error:
+                raise CorruptDataError(
+                    f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
+                ) from error
+        table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+        # Offsets beyond int64 are clipped to an offset beyond the end of the shard.
+        ranges = np.minimum(table, identity.size + 1).astype(np.int64)
+        ranges[table[:, 0] == _NEVER] = -1, 0
+        if (end := int(ranges.sum(axis=1).max())) > identity.size:
+            raise CorruptDataError(
+                f"{identity.path}: a chunk ends at byte {end}, but the shard has {identity.size} bytes. Copy, download "
+                "or upload it again."
+            )
+        return _Shard(identity=identity, offsets=ranges[:, 0].copy(), sizes=ranges[:, 1].copy())
 
 
 def _tuples(axes: Any) -> list[At]:
     return list(zip(*(axis.tolist() for axis in axes), strict=True))
-
-
-def chunk_ranges(
-    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, file: File, begin: int = 0
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
-    # The shard begins at byte `begin` of `file`.
-    n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
-    if identity.size < n_bytes:
-        raise CorruptDataError(
-            f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
-        )
-    start = begin if layout.index_first else begin + identity.size - n_bytes
-    data: Any = file.fetch(start, start + n_bytes)
-    if layout.index_checksum:
-        try:
-            data = Crc32c().decode(data, len(data))
-        except ValueError as error:
-            raise CorruptDataError(
-                f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
-            ) from error
-    table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # Offsets beyond int64 are clipped to an offset beyond the end of the shard.
-    ranges = np.minimum(table, identity.size + 1).astype(np.int64)
-    ranges[table[:, 0] == _NEVER] = -1, 0
-    if (end := int(ranges.sum(axis=1).max())) > identity.size:
-        raise CorruptDataError(
-            f"{identity.path}: a chunk ends at byte {end}, but the shard has {identity.size} bytes. Copy, download or "
-            "upload it again."
-        )
-    return ranges[:, 0].copy(), ranges[:, 1].copy()

@@ -13,11 +13,10 @@ from zarr.abc.store import Store
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 from dasksc.storage.zarr.remote import metadata_of
 from dasksc.storage.zarr.stores import store_at
-from dasksc.storage.zarr.zipped import ZipArchive
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -50,7 +49,7 @@ class ZarrFile:
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
-                + (_inside(self.path) or "Give the directory that AnnData's write_zarr made, or an .h5ad file.")
+                "Give the directory that AnnData's write_zarr made, a zip file of what is in it, or an .h5ad file."
             ) from error
 
     def identity(self, name: str) -> FileIdentity | ObjectIdentity:
@@ -67,17 +66,6 @@ class ZarrFile:
             f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray), so the store is "
             "incomplete. Copy or download it again."
         )
-
-
-def _inside(path: str | RemoteLocation) -> str | None:
-    """Return advice for a zip file that contains a store in a folder; None for anything else."""
-    if isinstance(path, RemoteLocation) or not os.path.isfile(path):
-        return None
-    folders = (name.rpartition("/") for name in ZipArchive.of(path).members)
-    found = min((folder for folder, _, name in folders if folder and name in ZARR_MARKERS), key=len, default=None)
-    return found and (
-        f"It contains a store in the folder {found!r}: unpack it, and zip the contents of that folder (zip -0 -r)."
-    )
 
 
 class ZarrArray(SlicedArray):

@@ -15,7 +15,7 @@ from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import pauses
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.zipped import ZipArchive, is_zip
+from dasksc.storage.zarr.zipped import ZippedStore, is_zip, members_of
 
 __all__ = ["store_at"]
 
@@ -30,7 +30,10 @@ def store_at(place: str | RemoteLocation) -> Store:
     if isinstance(place, RemoteLocation):
         store, prefix = place.client.zarr_store(place.key)
         return _CheckedStore(store, place, prefix)
-    return _CheckedStore(ZipArchive.of(place).store if is_zip(place) else LocalStore(place, read_only=True), place)
+    if is_zip(place):
+        members_of(place)  # an error names the archive
+        return _CheckedStore(ZippedStore(place), place)
+    return _CheckedStore(LocalStore(place, read_only=True), place)
 
 
 class _CheckedStore(WrapperStore[Store]):

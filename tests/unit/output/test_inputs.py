@@ -62,7 +62,7 @@ STORES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "v2": (stored, {"format": 2}),
     "v3": (stored, {}),
     "v3 sharded": (stored, {"sharded": True}),
-    "v3 zipped": (stored, {"zipped": True}),
+    "v3 zipped, by zarr-python": (stored, {"zipped": True}),
     "v3 by zarr-python": (stored, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),
     "v3 sharded behind a URL": (in_memory, {"sharded": True}),
     "v3 behind a URL by zarr-python": (in_memory, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),

@@ -1,48 +1,23 @@
-"""Zarr stores in zip files, read in place and compared with the unzipped directory."""
+"""Zarr stores in zip files, compared with the unzipped directory."""
 
 from __future__ import annotations
 
-import logging
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import google_crc32c
 import numpy as np
 import pytest
-import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 import dasksc
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.pushdown import matrix_of
-from dasksc.storage import open_matrix
-from dasksc.storage.zarr import reader
 from tests.support.data import batches, dense, make_adata, same, write_store, zip_of
 from tests.support.hostile import bounded
 
 pytestmark = pytest.mark.core
-
-
-@contextmanager
-def only_direct() -> Iterator[None]:
-    """Fail if values are read through zarr-python."""
-    with mock.patch.object(reader.ZarrArray, "reader", side_effect=AssertionError("read through zarr-python")):
-        yield
-
-
-def values_at(path: Path, key: str = "X") -> np.ndarray:
-    """Read all rows, in pieces that are not aligned to chunks."""
-    matrix = open_matrix(path, key)
-    out = np.full(matrix.shape, -1, dtype=matrix.dtype)
-    for rows in np.array_split(np.arange(matrix.shape[0]), 7):
-        matrix.fetch(rows).gather(np.arange(len(rows)), out=out[rows[0] : rows[-1] + 1])
-    return out
 
 
 @pytest.mark.parametrize(("format", "mmap"), [("zarr2", True), ("zarr3", False)])
@@ -51,51 +26,15 @@ def test_a_zipped_store_opens_as_its_directory(tmp_path: Path, format: str, mmap
     adata.raw = adata
     store = write_store(adata, tmp_path, format)
     archive = zip_of(store)
-    with only_direct():
-        same(dasksc.open(archive, mmap=mmap), dasksc.open(store, mmap=mmap))
-        raw = dasksc.open(archive, raw=True)
+    same(dasksc.open(archive, mmap=mmap), dasksc.open(store, mmap=mmap))
+    raw = dasksc.open(archive, raw=True)
     np.testing.assert_array_equal(dense(raw.X.compute()), dense(dasksc.open(store, raw=True).X.compute()))
 
 
-CODECS = {
-    "none": {"compressors": None},
-    "zstd": {"compressors": ZstdCodec()},
-    "gzip": {"compressors": GzipCodec()},
-    "blosc": {"compressors": BloscCodec(cname="lz4", shuffle="shuffle", typesize=4)},
-    "checksum": {"compressors": [ZstdCodec(), Crc32cCodec()]},
-    "shards": {"shards": (40, 20), "compressors": BloscCodec(cname="zstd")},
-    "shards, index first": {"shards": (20, 10), "compressors": None, "index": "start"},
-    "zarr 2": {"zarr_format": 2, "compressors": None},
-    "zarr 2, slashes": {"zarr_format": 2, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", ">i2"])
-@pytest.mark.parametrize("codec", CODECS)
-def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
-    options = {"zarr_format": 3} | CODECS[codec]
-    if "index" in options:
-        options["shards"] = {"shape": options["shards"], "index_location": options.pop("index")}
-    # Chunks at both edges extend beyond the shape of 63 x 23; the last row of chunks was never written.
-    array = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=options.pop("zarr_format")).create_array(
-        "X", shape=(63, 23), chunks=(10, 5), dtype=dtype, fill_value=7, **options
-    )
-    array.attrs["encoding-type"] = "array"
-    array[:50] = np.arange(50 * 23).reshape(50, 23) % 251
-    archive = zip_of(tmp_path / "a.zarr")
-    with only_direct():
-        found = values_at(archive)
-    np.testing.assert_array_equal(found, array[:])
-    assert (found[60:] == 7).all()
-
-
-def test_compressed_members_are_read_through_zarr_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_batches_of_an_archive_are_those_of_its_directory(tmp_path: Path, method: int) -> None:
     store = write_store(make_adata(), tmp_path, "zarr3")
-    caplog.set_level(logging.INFO, "dasksc.storage")
-    archive = zip_of(store, method=zipfile.ZIP_DEFLATED)
-    same(dasksc.open(archive), dasksc.open(store))
-    assert "X/data is read through zarr-python, which is slower: its members are compressed" in caplog.text
-    for ours, theirs in zip(batches(archive), batches(store), strict=True):
+    for ours, theirs in zip(batches(zip_of(store, method=method)), batches(store), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -128,12 +67,6 @@ def test_a_truncated_archive_is_refused(archive: Path, kept: float) -> None:
         dasksc.open(archive)
 
 
-def test_a_store_in_a_folder_of_the_archive_is_named(tmp_path: Path) -> None:
-    archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"), prefix="atlas.zarr/")
-    with pytest.raises(StorageError, match=r"'atlas\.zarr'"):
-        dasksc.open(archive)
-
-
 def test_an_archive_that_is_changed_meanwhile_is_refused(tmp_path: Path, archive: Path) -> None:
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         zip_of(tmp_path / "atlas.zarr3.zarr", method=method)
@@ -161,9 +94,9 @@ def _chunk(archive: Path) -> str:
     [
         (8, b"\x01\x00", "encrypted"),
         (10, b"\x0e\x00", "X/data"),
-        (42, struct.pack("<I", 2), "X/data/c/0' is not where"),
-        (42, b"\xfe\xff\xff\x7f", "ends at byte|is not a zip file"),
-        (20, b"\xfe\xff\xff\x7f\xfe\xff\xff\x7f", "is truncated|ends at byte"),
+        (42, struct.pack("<I", 2), "X/data"),
+        (42, b"\xfe\xff\xff\x7f", "X/data|is not a zip file"),
+        (20, b"\xfe\xff\xff\x7f\xfe\xff\xff\x7f", "X/data"),
     ],
 )
 def test_a_directory_that_lies_is_refused(archive: Path, field: int, value: bytes, message: str) -> None:
@@ -190,20 +123,3 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, a
     (tmp_path / "b.zarr.zip").write_bytes(content)
     with pytest.raises(StorageError, match="int8"):
         dasksc.open(tmp_path / "b.zarr.zip")
-
-
-def test_a_shard_index_that_lies_is_refused(tmp_path: Path) -> None:
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    shards = {"shape": (40, 5), "index_location": "end"}
-    array = group.create_array("X", shape=(40, 5), chunks=(10, 5), shards=shards, dtype="f4", compressors=None)
-    array[:] = np.ones((40, 5), dtype="f4")
-    (shard,) = (one for one in (tmp_path / "a.zarr" / "X" / "c").rglob("*") if one.is_file())
-    content = bytearray(shard.read_bytes())
-    content[-4 - 16 : -4] = struct.pack("<QQ", 10**6, 200)
-    content[-4:] = struct.pack("<I", google_crc32c.value(bytes(content[-4 - 64 : -4])))
-    shard.write_bytes(content)
-    with pytest.raises(CorruptDataError, match="X/c/0/0"):
-        open_matrix(zip_of(tmp_path / "a.zarr"), "X")
-    shard.write_bytes(content[:10])
-    with pytest.raises(CorruptDataError, match="no room for the index"):
-        open_matrix(zip_of(tmp_path / "a.zarr"), "X")
