@@ -33,6 +33,8 @@ __all__ = ["CellRangerStore"]
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 # All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"
+# Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
+_PIECE_ROWS = 2**20
 _AGAIN = "Copy or download the file again."
 
 
@@ -191,7 +193,13 @@ class CellRangerStore(Store):
             return np.asarray(stored[()])
         if h5py.check_string_dtype(stored.dtype) is None:
             return np.asarray(stored[()]).astype(str).astype(object)
-        return np.asarray(read_names(stored), dtype=object)
+        if stored.dtype.kind == "O":
+            return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
+        found = np.empty(len(stored), dtype=object)
+        for start in range(0, len(stored), _PIECE_ROWS):
+            piece = slice(start, start + _PIECE_ROWS)
+            found[piece] = np.char.decode(stored[piece], "utf-8")
+        return found
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""

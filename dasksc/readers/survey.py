@@ -22,6 +22,7 @@ from anndata.io import read_elem
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
+from dasksc.kernels import strings as kernels
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
@@ -31,7 +32,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, can_map
 from dasksc.storage.hdf5.layout import direct_array
 from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.hdf5.strings import packed_strings, split_strings
+from dasksc.storage.hdf5.strings import packed_at, split_strings
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.uncompressed import PlainArray
@@ -201,10 +202,15 @@ class _File:
         kind = h5py.check_string_dtype(strings.dtype)
         if kind is None or kind.length is not None:
             raise _OtherEncodingError
-        n = _length(strings)
-        found = None if self.bytes is None else packed_strings(strings, self.bytes)
-        if found is not None:
-            return found
+        n, offset = _length(strings), strings.get_offset()
+        if self.bytes is not None and offset is not None and strings.get_storage_size() == 16 * n:
+            references = self.bytes[offset : offset + 16 * n]
+            starts, sizes = np.empty((2, n), dtype=np.int64)
+            if (
+                len(references) == 16 * n
+                and kernels.locate_strings(references.reshape(n, 16), self.bytes, starts, sizes) < 0
+            ):
+                return sizes, packed_at(self.bytes, starts, sizes)
         raw = _read(strings)
         return np.fromiter(map(len, raw), dtype=np.int64, count=n), b"".join(raw)
 

@@ -11,11 +11,14 @@ from anndata.io import read_elem
 from dasksc.readers.arrays import is_group
 from dasksc.readers.legacy import is_record_array
 from dasksc.readers.names import nameless_index, read_names
+from dasksc.storage import RemoteLocation, UseMmap
 
 __all__ = ["column_order", "parts_of_table", "read_table"]
 
 
-def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
+def read_table(
+    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap
+) -> pd.DataFrame:
     """Read a table; only `columns`, if the encoding stores columns separately."""
     version = stored.attrs.get("encoding-version")
     if version != "0.2.0" and (columns is None or version == "0.1.0"):
@@ -24,7 +27,7 @@ def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -
     index_key = stored.attrs["_index"]
     kept = column_order(stored) if columns is None else columns
     if has_names:
-        index = read_names(stored[index_key])
+        index = read_names(stored[index_key], path, mmap=mmap)
     else:
         names = stored[index_key]
         if is_group(names):  # of categorical or nullable strings

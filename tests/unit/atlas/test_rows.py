@@ -17,11 +17,12 @@ from anndata import AnnData
 import dasksc
 from dasksc.conversion import converting, tables, writing
 from dasksc.storage import matrices
+from dasksc.storage.hdf5 import strings as hdf5_strings
 
 pytestmark = pytest.mark.faults
 
 N = 2**20
-PIECES = [(converting, "_PIECE_ROWS"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS")]
+PIECES = [(converting, "_PIECE_ROWS"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
 
 
 def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:

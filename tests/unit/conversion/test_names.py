@@ -95,9 +95,9 @@ def test_names_written_in_pieces_are_those_written_at_once(
 _read_names = cell_names.read_names
 
 
-def _of_genes(stored: Any) -> Any:
+def _of_genes(stored: Any, *rest: Any, **options: Any) -> Any:
     assert not stored.name.startswith("/obs")
-    return _read_names(stored)
+    return _read_names(stored, *rest, **options)
 
 
 def test_names_with_keys_or_of_several_types_are_written_as_before(tmp_path: Path) -> None:
