@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import anndata
 import dask.array as da
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
+from pandas.arrays import NumpyExtensionArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.assemble import Elements, matrix_behind
@@ -74,16 +75,10 @@ def _joined(
             f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
             "without X, or set it from a layer: adata.X = adata.layers['counts']"
         )
+    _warn_of_lost_orders(parts, names)
     result = _tables(parts, join=join, fill_value=fill_value, **options)
     if not result.n_vars and any(part.n_vars for part in parts):
-        # An atlas that shares no name with the first probably has names of another kind.
-        own = parts[0].var.index
-        other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
-        found = " and ".join(f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (0, other))
-        raise InputError(
-            f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {found}. Use the same "
-            "kind of names in all atlases (adata.var_names = adata.var['gene_ids']), or give join='outer'"
-        )
+        _refuse_no_common_variable(parts, names)
     maps = _maps([part.var.index for part in parts], result.var.index, fill_value)
     sizes = [part.n_obs for part in parts]
     if not without:
@@ -173,6 +168,35 @@ def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any)
         return None
 
 
+def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in zip(names, parts, strict=True):
+        for column, dtype in part.obs.dtypes.items():
+            found.setdefault(str(column), {})[name] = dtype
+    for column, dtypes in found.items():
+        ordered = [name for name, dtype in dtypes.items() if getattr(dtype, "ordered", False)]
+        if ordered and len(set(dtypes.values())) > 1:
+            warnings.warn(
+                f"obs column {column!r} is ordered in {ordered[0]!r}, but other atlases have other categories or "
+                "another order. The joined column has no order, so a filter with < or > compares text. Use the same "
+                "ordered categories in all atlases",
+                stacklevel=2,
+            )
+
+
+def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) -> NoReturn:
+    """Raise an error with example names of two atlases."""
+    # An atlas that shares no name with the first probably has names of another kind.
+    own = parts[0].var.index
+    other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
+    found = " and ".join(f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (0, other))
+    raise InputError(
+        f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {found}. "
+        "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
+        "give join='outer' to keep the variables of each"
+    )
+
+
 def _element_paths(atlas: Elements) -> dict[str, None]:
     """Return the paths of the elements of an atlas other than X, in order."""
     groups = {name: getattr(atlas, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns", "layers")}
@@ -237,11 +261,13 @@ def joined_obs(
             raise InputError(
                 f"label={label!r} adds a column to obs, but {key!r} has a column of this name. Give another label="
             )
-    for table in tables:
-        if not table.columns.is_unique:
-            repeated = table.columns[table.columns.duplicated()][0]
-            raise InputError(f"the atlases cannot be concatenated: obs has several columns {repeated!r}")
-    joined = pd.concat(unified_dtypes(tables), join=join, ignore_index=True)
+    joined = _joined_alike(tables)
+    if joined is None:
+        for table in tables:
+            if not table.columns.is_unique:
+                repeated = table.columns[table.columns.duplicated()][0]
+                raise InputError(f"the atlases cannot be concatenated: obs has several columns {repeated!r}")
+        joined = pd.concat(unified_dtypes(tables), join=join, ignore_index=True)
     sizes = [len(table) for table in tables]
     if label is not None:
         # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
@@ -254,6 +280,39 @@ def joined_obs(
         names = names.str.cat(np.repeat(np.array(keys, dtype=object), sizes), sep=index_unique)
     joined.index = pd.Index(names)
     return joined
+
+
+def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
+    """Concatenate tables with the same columns, categorical or of the same NumPy type; None for other tables."""
+    # pandas would take longer than reading the tables if there are thousands.
+    columns = tables[0].columns
+    if not columns.is_unique or not all(table.columns is columns or table.columns.equals(columns) for table in tables):
+        return None
+    joined: dict[Any, Any] = {}
+    for at, name in enumerate(columns):
+        arrays = [table.iloc[:, at].array for table in tables]
+        if all(isinstance(array, pd.Categorical) for array in arrays):
+            # Categories that have been read before are the same object.
+            dtypes = {(id(array.categories), array.ordered): array.dtype for array in arrays}
+            heads = [pd.DataFrame({"": pd.Categorical([], dtype=dtype)}) for dtype in dtypes.values()]
+            unified = unified_dtypes(heads) if len(heads) > 1 else heads
+            dtype = unified[0][""].dtype
+            if len({one[""].dtype for one in unified}) > 1:
+                return None
+            narrow = pd.Categorical.from_codes([], dtype=dtype).codes.dtype
+            new = {key: dtype.categories.get_indexer(one.categories) for key, one in dtypes.items()}
+            # The code -1 of a missing value stays -1.
+            tables_of_codes = {key: np.append(codes, -1).astype(narrow) for key, codes in new.items()}
+            numbers = [tables_of_codes[id(array.categories), array.ordered][array.codes] for array in arrays]
+            joined[name] = pd.Categorical.from_codes(np.concatenate(numbers), dtype=dtype)
+        elif all(isinstance(array, NumpyExtensionArray) for array in arrays):
+            if len({array.dtype for array in arrays}) > 1:
+                return None
+            values = np.concatenate([array.to_numpy() for array in arrays])
+            joined[name] = pd.array(values, dtype=arrays[0].dtype, copy=False)  # pandas 3 has text in such arrays, too
+        else:
+            return None
+    return pd.DataFrame(joined, index=pd.RangeIndex(sum(map(len, tables))), columns=columns, copy=False)
 
 
 def _maps(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,30 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.expressions import columns_of, holds
+from dasksc.atlas.lookup import with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of
+from dasksc.errors import MissingKeyError
 from dasksc.readers.options import Openable, OpenOptions
 
-__all__ = ["obs_of", "rows_where"]
+__all__ = ["explaining_control", "obs_of", "rows_where"]
+
+
+@contextmanager
+def explaining_control(control: Any) -> Iterator[None]:
+    """Add advice to errors about missing columns if `control` looks like a label instead of an expression."""
+    try:
+        yield
+    except MissingKeyError as error:
+        # The label "non-targeting" parses as a subtraction of columns. Unlike most expressions that select rows, a
+        # label has no comparison or call.
+        if not isinstance(control, str) or re.search(r"[=<>([]", control):
+            raise
+        advice = (
+            f"control={control!r} is read as an expression over obs; if it is a label, give its column, too: "
+            f"control={{'gene': {control!r}}}"
+        )
+        raise MissingKeyError(with_advice(str(error), advice)) from None
 
 
 def rows_where(

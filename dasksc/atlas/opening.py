@@ -28,7 +28,7 @@ from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.platforms import without_collection
 from dasksc.readers.locations import naming_errors
-from dasksc.readers.names import any_repeat
+from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
 from dasksc.storage import Cache, UseMmap
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -387,9 +387,21 @@ def _open_several(
                 f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: it is missing in "
                 f"{first_of(without)}. Leave it out of obs=, or give join='outer'"
             )
+    if options.has_names and any_repeat(result.obs.index):
+        _warn_of_same_cells(opened, names)
     if table is not None:
         describe_rows(result, table, [one.n_obs for one in opened])
     return result
+
+
+def _warn_of_same_cells(opened: Sequence[Elements], names: Sequence[str]) -> None:
+    found: dict[str, list[str]] = {}
+    for one, name in zip(opened, names, strict=True):
+        if one.n_obs:
+            found.setdefault(digest_names(names_in_pieces(one.obs.index)), []).append(name)
+    same = [group for group in found.values() if len(group) > 1]
+    if same:
+        logger.warning("groups of atlases with the same cell names: %d, such as %s", len(same), ", ".join(same[0][:3]))
 
 
 def _keys_of(keys: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:

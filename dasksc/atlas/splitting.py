@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
 from dasksc.atlas.expressions import columns_of, holds
-from dasksc.atlas.filtering import obs_of
+from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.checks import whole_number
@@ -283,8 +283,9 @@ def _split_conditions(
             "other parts, such as {'train': 0.9, 'validation': 0.1}"
         )
     names += [_HELD_OUT] * bool(chosen)
-    obs = obs_of(data, list(dict.fromkeys([*columns, *_control_columns(control)])))
-    is_control = _is_control(obs, control)
+    with explaining_control(control):
+        obs = obs_of(data, list(dict.fromkeys([*columns, *_control_columns(control)])))
+        is_control = _is_control(obs, control)
     candidates = _candidates(indices, len(obs))
     is_control = is_control[candidates.selector]
     if control is not None and not is_control.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dasksc.atlas.expressions import columns_of
+from dasksc.atlas.filtering import explaining_control
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
@@ -22,7 +23,8 @@ def bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[Sampl
     if spec.filter is not None:
         strategy = restricted(strategy, source.rows_where(spec.filter), repr(spec.filter))
     if spec.control is not None and isinstance(strategy, CellSets):
-        control = source.rows_where(spec.control)
+        with explaining_control(spec.control):
+            control = source.rows_where(spec.control)
         strategy = strategy.with_control(control, list(columns_of(spec.control)))
     sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
     if isinstance(sampler, StratifiedSampler):

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import checks
+from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
@@ -277,7 +278,8 @@ class scDataset(IterableDataset[Any]):
         given["strategy"] = as_strategy(strategy, label_key=label_key)
         self.spec = spec = LoaderSpec(**{one.name: given[one.name] for one in fields(LoaderSpec) if one.init})
         self._scheduler = SchedulerChoice(scheduler)
-        self.source = source_of(data_collection, spec)
+        with explaining_control(spec.control):
+            self.source = source_of(data_collection, spec)
         self.collection = self.source.collection
         self.categories = self.source.categories
         self.gene_match: Any = self.source.gene_match

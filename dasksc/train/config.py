@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -21,6 +22,8 @@ from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from dasksc.errors import InputError, MissingPathError
 from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, check_path, nearest, parameters_of, parse
 from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
+
+__all__ = ["Config", "add_sections", "created", "found", "keys_of"]
 
 _SECTIONS = "dasksc.train.sections"
 _PATHS = str | list[str] | dict[str, str]
@@ -98,11 +101,17 @@ class Config:
 
     def check_paths(self) -> None:
         """Raise an error for a local path that does not exist; patterns and URLs are left to `dasksc.open`."""
-        for value in (self.data.path, (self.predict or {}).get("path")):
-            for path in (
-                value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
-            ):
-                check_path(path)
+        given = {"data.path": self.data.path, "predict.path": (self.predict or {}).get("path")}
+        for key, value in given.items():
+            paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
+            for path in paths:
+                try:
+                    check_path(path)
+                except MissingPathError as error:
+                    raise MissingPathError(f"{key}: {error}") from error
+        resumed = self.training.resume_from
+        if resumed not in (None, "auto") and not Path(str(resumed), "state.json").exists():
+            raise MissingPathError(f"training.resume_from: there is no checkpoint at {resumed}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""

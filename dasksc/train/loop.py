@@ -22,7 +22,7 @@ from dasksc.inspection.report import Report
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Config, created, found
 from dasksc.train.data import make_datasets
-from dasksc.train.metrics import Means, Pace, Table, loggers_of
+from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
 from dasksc.train.saved_models import predict_trained, reading_options, save_model
 from dasksc.train.sections import MODELS, OPTIMIZERS, Scheduler
@@ -78,6 +78,8 @@ class _Run:
     def __init__(self, config: Config, ranks: Ranks, say: Callable[[str], None], closing: contextlib.ExitStack) -> None:
         self.config, self.training, self.ranks, self.say = config, config.training, ranks, say
         training = config.training
+        for name in {"tensorboard", "wandb"} & set(training.loggers):
+            imported(name)  # so that all ranks raise an error
         self.folder = Path(training.checkpoint_dir)
         self.dataset, self.validation, facts = make_datasets(config, device=ranks.device, rank=ranks.rank)
         unwritten = f"training.checkpoint_dir={training.checkpoint_dir!r} cannot be written"

@@ -113,7 +113,8 @@ class Table:
             writer.writerows(self._rows)
 
 
-def _imported(logger: str) -> Any:
+def imported(logger: str) -> Any:
+    """Return the module of a logger."""
     try:
         return import_module("torch.utils.tensorboard" if logger == "tensorboard" else logger)
     except ImportError as error:
@@ -126,11 +127,11 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
     if "stdout" in names:
         yield lambda row: say(_line(row))
     if "tensorboard" in names:
-        writer = _imported("tensorboard").SummaryWriter(str(Path(config.training.checkpoint_dir) / "tensorboard"))
+        writer = imported("tensorboard").SummaryWriter(str(Path(config.training.checkpoint_dir) / "tensorboard"))
         closing.callback(writer.close)
         yield lambda row: [writer.add_scalar(name, value, row["step"]) for name, value in row.items()]
     if "wandb" in names:
-        run = _imported("wandb").init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
+        run = imported("wandb").init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
         closing.callback(run.finish)
         yield lambda row: run.log(dict(row), step=row["step"])
 

@@ -6,6 +6,8 @@ import contextlib
 import datetime as dt
 import functools
 import os
+import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ from dasksc._compat.torch import check_training
 from dasksc.plan.process_groups import leave_group
 from dasksc.plan.ranks import LAUNCHERS, size_in
 from dasksc.train.sections import Fsdp, Training
+
+__all__ = ["Ranks", "distribute", "dtype_of", "joined_ranks", "local_rank_of", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +103,8 @@ def joined_ranks(training: Training) -> Iterator[Ranks]:
         # Offloaded parameters and the metadata of checkpoints are exchanged between CPUs, hence gloo.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         alone = dist.HashStore() if world.world_size == 1 else None  # type: ignore[attr-defined]
-        if alone is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise InputError(
-                f"the {world.world_size} ranks of this run do not know the address of the first node. Start them with "
-                "torchrun, or set MASTER_ADDR to its name and MASTER_PORT to a free port of it"
-            )
+        if alone is None:
+            os.environ.update(rendezvous(os.environ, world.world_size))
         timeout = dt.timedelta(seconds=training.timeout_s)
         dist.init_process_group(backend, store=alone, rank=world.rank, world_size=world.world_size, timeout=timeout)
     try:
@@ -128,6 +129,29 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
+
+
+def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
+    """Return the address and port at which the ranks meet, unless the launcher gave them: the first node of Slurm."""
+    # mpirun starts the ranks of a Slurm job in other steps than srun, so its ranks read only the variables of the job.
+    by_mpi = "OMPI_COMM_WORLD_SIZE" in environment
+    job = (environment.get("PMIX_NAMESPACE", "") if by_mpi else "") or environment.get("SLURM_JOB_ID", "")
+    nodes = environment.get("SLURM_JOB_NODELIST", "") if job else ""
+    if by_mpi and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
+        nodes, job = "127.0.0.1", job or str(os.getppid())
+    elif not by_mpi and job:
+        nodes = environment.get("SLURM_STEP_NODELIST", nodes)
+        job += "." + environment.get("SLURM_STEP_ID", "")
+    found = {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
+    if match := re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes):  # the first of "gpu[003-007,12],login"
+        port = 20_000 + zlib.crc32(job.encode()) % 10_000
+        found = {"MASTER_ADDR": "".join(part or "" for part in match.groups()), "MASTER_PORT": str(port)} | found
+    if len(found) < 2:
+        raise InputError(
+            f"the {world_size} ranks of this run do not know the address of the first node. Start them with torchrun "
+            "or srun, or set MASTER_ADDR to its name and MASTER_PORT to a free port of it"
+        )
+    return found
 
 
 def dtype_of(precision: str) -> torch.dtype | None:

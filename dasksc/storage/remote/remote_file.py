@@ -46,7 +46,7 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
-# Objects of many that are opened are read whole up to this size: reading their scattered metadata takes a round trip each.
+# Objects of many that are opened are read whole up to this size: their scattered metadata take a round trip each.
 _WHOLE_BYTES = 2**24
 # Objects of a folder of which so many are wanted are listed, a thousand per request.
 _MANY = 32

@@ -172,3 +172,9 @@ def test_names_that_lead_through_links_to_other_folders_are_refused(
 def test_no_file_that_opens_is_an_error(paths: list[str]) -> None:
     with pytest.raises(dasksc.MissingPathError, match="b"):
         dasksc.open(["a.h5ad", "b.h5ad"], on_error="skip")
+
+
+def test_files_with_the_same_cells_are_reported(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copy(paths[0], Path(paths[0]).with_name("copy.h5ad"))
+    dasksc.open([*paths, str(Path(paths[0]).with_name("copy.h5ad"))])
+    assert any("same" in record.message and "copy" in record.message for record in caplog.records)

@@ -17,7 +17,7 @@ from dasksc.plan.named import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at
-from dasksc.train.parallel import local_rank_of, modules_to_shard, strategy_of
+from dasksc.train.parallel import local_rank_of, modules_to_shard, rendezvous, strategy_of
 from dasksc.train.sections import STRATEGIES as NAMES
 from dasksc.train.sections import Fsdp, Scheduler, Training
 from tests.support.commands import run_command
@@ -188,6 +188,30 @@ def test_the_local_rank_comes_from_the_launcher_that_started_this_process(enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert local_rank_of(World.detect(), environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({**SRUN, "SLURM_STEP_NODELIST": "gpu[003-007,12],login"}, "gpu003"),
+        (SRUN, "gpu3"),
+        ({**SBATCH, **MPIRUN}, "gpu3"),
+        ({**SBATCH, **MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),
+        ({**SRUN, "MASTER_ADDR": "node0"}, "node0"),
+        ({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}, "node0"),
+    ],
+)
+def test_ranks_meet_at_the_first_node(environment, expected):
+    found = rendezvous(environment, 4)
+    assert found["MASTER_ADDR"] == expected
+    assert 20_000 <= int(found["MASTER_PORT"]) < 30_000
+
+
+@pytest.mark.parametrize("environment", [{}, {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {"MASTER_ADDR": "node0"}])
+def test_ranks_that_do_not_know_the_first_node_are_told(environment):
+    with pytest.raises(InputError, match="MASTER_ADDR.*MASTER_PORT"):
+        rendezvous(environment, 4)
 
 
 def test_the_learning_rate_rises_and_falls():
