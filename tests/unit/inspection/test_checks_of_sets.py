@@ -53,11 +53,6 @@ def test_classes_are_counted_in_few_sets_and_without_controls() -> None:
     assert classes["A"] + classes["B"] == 1
 
 
-def test_more_ranks_than_sets_are_warned_of() -> None:
-    (warning,) = dasksc.check(dataset(n_sets=3), world_size=4).warnings
-    assert "more ranks (4) than sets (3)" in warning
-
-
 def test_the_share_that_is_wanted() -> None:
     # In a large atlas, runs rarely share a chunk of 10 rows: a single row uses a tenth of its chunk, and a run of 10
     # rows touches 1.9 chunks on average.
@@ -80,8 +75,10 @@ def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
     assert dataset(adata, set_size=64, batch_size=64, control=None).plan(0).sampler.run_rows == 8
 
 
-def test_the_report_counts_sets_and_no_blocks() -> None:
+def test_the_report_counts_sets_and_warns_of_more_ranks_than_sets() -> None:
     report = dasksc.check(dataset(screen(unlabelled=70), n_sets=100))
     assert (report.n_rows, report.n_obs, report.n_blocks, report.warnings) == (800, 4000, None, [])
     assert report.sets.n_unlabelled == 70
     assert (report.sets.n_sets, report.sets.set_size, report.sets.n_groups) == (100, 8, 2)
+    (warning,) = dasksc.check(dataset(n_sets=3), world_size=4).warnings
+    assert "more ranks (4) than sets (3)" in warning
