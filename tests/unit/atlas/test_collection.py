@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import dask
 import dask.array as da
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import scanpy as sc
 import scipy.sparse as sp
 import zarr
 from anndata.io import sparse_dataset
@@ -28,10 +26,11 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
     FORMATS,
-    LAYOUTS,
     SAMPLE_FILES,
     SAMPLE_ZARRS,
     STORES,
+    arrays_of,
+    computed,
     dense,
     make_adata,
     same,
@@ -43,42 +42,6 @@ from tests.support.recorders import recorded_reads
 
 # AnnData 0.13 sets this deprecated pandas option when it subsets.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
-
-ALIGNED = ("layers", "obsm", "obsp", "varm", "varp")
-
-
-def computed(array: Any) -> Any:
-    return array.compute(scheduler="synchronous") if isinstance(array, da.Array) else array
-
-
-def assert_same(got: ad.AnnData, expected: ad.AnnData) -> None:
-    """Compute every element of `got`, and check that it equals that of `expected`."""
-    assert got.shape == expected.shape
-    if expected.X is None:
-        assert got.X is None
-    else:
-        assert isinstance(got.X, da.Array)
-        assert got.X.dtype == expected.X.dtype
-        np.testing.assert_array_equal(dense(computed(got.X)), dense(expected.X))
-    pd.testing.assert_frame_equal(got.obs, expected.obs)
-    pd.testing.assert_frame_equal(got.var, expected.var)
-    assert set(got.uns) == set(expected.uns)
-    for part in ALIGNED:
-        ours, theirs = dict(getattr(got, part)), dict(getattr(expected, part))
-        assert set(ours) - {None} == set(theirs) - {None}
-        for name in set(theirs) - {None}:
-            if isinstance(theirs[name], pd.DataFrame):
-                pd.testing.assert_frame_equal(ours[name], theirs[name])
-                continue
-            if part in ("layers", "obsm"):
-                assert isinstance(ours[name], da.Array)
-            np.testing.assert_array_equal(dense(computed(ours[name])), dense(theirs[name]))
-    assert (got.raw is None) == (expected.raw is None)
-    if expected.raw is not None:
-        assert isinstance(got.raw.X, da.Array)
-        np.testing.assert_array_equal(dense(computed(got.raw.X)), dense(expected.raw.X))
-        pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
-        assert set(got.raw.varm) == set(expected.raw.varm)
 
 
 def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
@@ -94,17 +57,17 @@ def test_a_store_opens_with_everything_in_it(tmp_path: Path, format: str, layout
     adata = make_adata(layout=layout, has_everything=True)
     adata.raw = adata
     path = write_store(adata, tmp_path, format)
-    opened = dasksc.open(path)
-    assert_same(opened, read_by_anndata(path))
-    assert_same(dasksc.open(str(path)), read_by_anndata(path))
-    assert all(isinstance(array, da.Array) for array in opened.obsp.values())
-    assert isinstance(opened.obsm["table"], pd.DataFrame)
+    opened, expected = dasksc.open(path), read_by_anndata(path)
+    same(opened, expected)
+    assert set(opened.uns) == set(expected.uns)
+    for key, value in arrays_of(opened).items():
+        assert isinstance(value, pd.DataFrame if key in ("obsm/table", "raw/var") else da.Array) or "varm" in key
 
 
 @pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
 def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it_without_a_warning(name: str, tmp_path: Path) -> None:
     path = sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path)
-    assert_same(dasksc.open(path), read_by_anndata(path))
+    same(dasksc.open(path), read_by_anndata(path))
 
 
 @pytest.mark.parametrize(("format", "layout"), STORES)
@@ -273,51 +236,23 @@ def test_what_is_no_atlas_is_refused(tmp_path: Path, prepare: Any, error: type[E
     assert not reads.of("X/")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scanpy_sums_over_cells_genes_and_groups_lazily(tmp_path: Path, layout: str) -> None:
-    adata = make_adata(layout=layout)
-    with dask.config.set({"dasksc.chunk-bytes": 2000}):
-        lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
-    for data in (lazy, adata):
-        sc.pp.calculate_qc_metrics(data, inplace=True, percent_top=None)
-    for table, names in (("obs", ["total_counts", "n_genes_by_counts"]), ("var", ["total_counts"])):
-        for name in names:
-            np.testing.assert_allclose(computed(getattr(lazy, table)[name]), getattr(adata, table)[name], rtol=1e-6)
-    try:
-        groups = sc.get.aggregate(lazy, "cell_type", "sum")
-    except NotImplementedError:
-        pytest.skip("this scanpy aggregates no Dask arrays")
-    expected = sc.get.aggregate(adata, "cell_type", "sum")
-    np.testing.assert_allclose(dense(computed(groups.layers["sum"])), dense(expected.layers["sum"]), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("values", "codes", "labels", "dtype"),
     [
         (pd.Categorical(["b", "a", None, "b"], categories=["b", "c", "a"]), [0, 2, -1, 0], ["b", "c", "a"], "int64"),
         (pd.Categorical([3, 1, 3]), [1, 0, 1], [1, 3], "int64"),
-        (pd.Categorical([True, False]), [1, 0], [False, True], "int64"),
         (["b", "a", "b"], [1, 0, 1], ["a", "b"], "int64"),
         (np.array(["b", None, "a", np.nan], dtype=object), [1, -1, 0, -1], ["a", "b"], "int64"),
         (pd.array(["b", None, "a"], dtype="string"), [1, -1, 0], ["a", "b"], "int64"),
         (np.array([None, None], dtype=object), [-1, -1], [], "int64"),
         ([True, False], [True, False], None, "bool"),
-        (np.array([True, False], dtype=object), [True, False], None, "bool"),
-        (pd.array([True, False], dtype="boolean"), [True, False], None, "bool"),
         (pd.array([True, None, False], dtype="boolean"), [1, -1, 0], [False, True], "int64"),
         (np.array([True, None], dtype=object), [1, -1], [False, True], "int64"),
-        (np.array([1, -2], dtype=np.int8), [1, -2], None, "int8"),
-        (np.array([1, 2], dtype=np.uint16), [1, 2], None, "uint16"),
         (np.array([1, 2], dtype=">i4"), [1, 2], None, "int32"),
-        (np.array([1.5, 2], dtype=np.float32), [1.5, 2], None, "float32"),
-        (pd.array([1, 2], dtype="Int32"), [1, 2], None, "int32"),
         (pd.array([1.5, 2], dtype="Float32"), [1.5, 2], None, "float32"),
         (pd.arrays.SparseArray([0, 0, 2]), [0, 0, 2], None, "int64"),
-        (np.array([1, 2], dtype=object), [1, 2], None, "int64"),
         (pd.array([1, None, 3], dtype="Int64"), [1, np.nan, 3], None, "float64"),
-        (pd.array([1, None, 3], dtype="Float32"), [1, np.nan, 3], None, "float64"),
         (np.array([1, None, 3], dtype=object), [1, np.nan, 3], None, "float64"),
-        (np.array([1.0, np.nan, 3.0]), [1, np.nan, 3], None, "float64"),
     ],
 )  # fmt: skip
 def test_a_column_is_encoded(values: Any, codes: list[Any], labels: Any, dtype: str) -> None:
@@ -350,12 +285,9 @@ def test_raw_opens_as_an_atlas_of_its_own(tmp_path: Path, format: str, layout: s
     path = write_store(adata, tmp_path, format)
     for data in (path, dasksc.open(path), adata):
         raw = dasksc.open(data, raw=True)
-        assert raw.shape == full.shape
         np.testing.assert_array_equal(dense(computed(raw.X)), dense(full.X))
         pd.testing.assert_frame_equal(raw.var, full.var)
         assert list(raw.obs) == list(full.obs)
-        batch = next(iter(dasksc.scDataset(raw, dasksc.Streaming(), 5, seed=0)))
-        np.testing.assert_array_equal(batch.numpy(), dense(full.X)[:5].astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -372,42 +304,23 @@ def test_a_column_without_tensor_form_is_refused_by_name(values: Any) -> None:
         encode_column(pd.Series(values, name="column"))
 
 
-def assert_same_table(got: pd.DataFrame, expected: pd.DataFrame) -> None:
-    """Check that the values are equal; AnnData drops unused categories."""
-    pd.testing.assert_frame_equal(got, expected, check_categorical=False)
-    assert [str(value) for value in got.to_numpy().ravel()] == [str(value) for value in expected.to_numpy().ravel()]
-
-
-def test_the_rows_of_a_view_keep_all_categories_so_that_codes_mean_the_same_in_every_fetch() -> None:
-    adata = make_adata()
-    view = AnnDataView(dasksc.open(adata))
-    for rows in ([0], [1, 2]):
-        assert list(view[rows].obs["cell_type"].cat.categories) == list(adata.obs["cell_type"].cat.categories)
-
-
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, format: str, layout: str) -> None:
     adata = make_adata(layout=layout, has_everything=True)
     path = write_store(adata, tmp_path, format)
-    view = AnnDataView(dasksc.open(path))
-    rows = np.array([2, 17, 40, 41])
+    view, rows = AnnDataView(dasksc.open(path)), np.array([2, 17, 40, 41])
     got, expected = view[rows], read_by_anndata(path)[rows].copy()
-    assert isinstance(got, ad.AnnData)
     assert not got.is_view
     assert isinstance(got.X, sp.csr_matrix if layout == "csr" else np.ndarray)
     assert got.X.dtype == expected.X.dtype
-    np.testing.assert_array_equal(dense(got.X), dense(expected.X))
-    assert_same_table(got.obs, expected.obs)
-    assert_same_table(got.var, expected.var)
-    for part in ("layers", "obsm"):
-        ours, theirs = getattr(got, part), getattr(expected, part)
-        assert set(ours) - {None} == set(theirs) - {None}
-        for name in set(theirs) - {None}:
-            if isinstance(theirs[name], pd.DataFrame):
-                assert_same_table(ours[name], theirs[name])
-            else:
-                np.testing.assert_array_equal(dense(ours[name]), dense(theirs[name]))
-    np.testing.assert_array_equal(got.varm["loadings"], expected.varm["loadings"])
+    # Codes mean the same in every fetch; AnnData drops unused categories.
+    assert list(got.obs["cell_type"].cat.categories) == list(adata.obs["cell_type"].cat.categories)
+    got.strings_to_categoricals()
+    for table in (got.obs, got.obsm["table"]):
+        for name in table.select_dtypes("category"):
+            table[name] = table[name].cat.remove_unused_categories()
+    del got.obsp, expected.obsp
+    same(got, expected)
     assert dict(got.uns) == {"source": "made up"}
 
 
