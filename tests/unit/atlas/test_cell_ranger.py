@@ -63,7 +63,7 @@ def test_version_3_is_what_scanpy_reads(tmp_path: Path, compression: str | None,
     path = write(tmp_path / "a.h5", compression=compression, variable_strings=variable_strings)
     opened = dasksc.open(path)
     same(opened, scanpys(path))
-    assert list(opened.var) == ["gene_ids", "feature_types", "genome", "pattern", "is_control"]
+    assert list(opened.var) == ["gene_ids", "feature_types", "genome", "is_control", "pattern"]
 
 
 def test_version_2_is_what_scanpy_reads(tmp_path: Path) -> None:

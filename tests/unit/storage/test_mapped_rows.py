@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,26 +109,12 @@ def test_no_part_is_fetched_by_itself(rows: NDArray[np.int64], joined: Concatena
         np.testing.assert_array_equal(ours, theirs)
 
 
-def decreasing(indptr: NDArray[Any]) -> None:
-    indptr[5] = indptr[-1]
-
-
-def negative(indptr: NDArray[Any]) -> None:
-    indptr[0] = -1
-
-
-def beyond(indptr: NDArray[Any]) -> None:
-    indptr[-1] += 1
-
-
-@pytest.mark.parametrize("damage", [decreasing, negative, beyond])
+@pytest.mark.parametrize(("at", "value"), [(5, 10**6), (0, -1), (-1, 10**6)])
 def test_damaged_offsets_are_refused_as_by_a_part(
-    damage: Callable[[NDArray[Any]], None], joined: ConcatenatedMatrix, tmp_path: Path
+    at: int, value: int, joined: ConcatenatedMatrix, tmp_path: Path
 ) -> None:
     with h5py.File(tmp_path / "2.h5ad", "r+") as file:
-        indptr = file["X/indptr"][:]
-        damage(indptr)
-        file["X/indptr"][:] = indptr
+        file["X/indptr"][at] = value
     matrices = [open_matrix(tmp_path / f"{i}.h5ad", "X") for i in range(4)]
     damaged = ConcatenatedMatrix(label="joined", parts=matrices, maps=None)
     with pytest.raises(CorruptDataError) as of_part:

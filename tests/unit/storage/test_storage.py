@@ -4,7 +4,6 @@ import fcntl
 import pickle
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,23 +182,6 @@ def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path
         check_fetched(fetched, expected)
         check_fetched(fetched.compact(), expected)
         check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
-
-
-def test_threads_fetch_and_gather_at_once(written: Path) -> None:
-    matrix = open_matrix(written, "X")
-    expected = values_of(atlas(), "X")
-    shared = matrix.fetch(np.arange(N_OBS))
-
-    def work(seed: int) -> None:
-        rows = np.sort(np.random.default_rng(seed).integers(0, N_OBS, 40))
-        out = np.empty((40, N_VARS), dtype=np.float32)
-        matrix.fetch(rows).gather(np.arange(40), out=out)
-        np.testing.assert_array_equal(out, expected[rows])
-        shared.gather(rows, out=out)
-        np.testing.assert_array_equal(out, expected[rows])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(16)))
 
 
 def test_a_fetch_reads_the_wanted_rows_only(written: Path) -> None:
