@@ -99,20 +99,13 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "first balanced batch": (balanced, 8, 1),
     "first filtered batch": (filtered, 16, 4),
     "rows_where": (lambda path: dasksc.rows_where(path, "n_counts >= 0"), 16, 4),
-    "split": (lambda path: dasksc.split(path), 16, 0),
     "split, stratified": (lambda path: dasksc.split(path, stratify="cell_type"), 16, 1),
-    "split by groups": (lambda path: dasksc.split(path, groups="cell_type"), 16, 1),
     "check": (checked, 8, 1),
     "describe": (lambda path: dasksc.describe(path, seconds=0), 8, 5),
-    "resume": (lambda path: resumed(path, dasksc.BlockShuffling(64), 64), 8, 0),
     "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
-    "resume in storage order": (lambda path: resumed(path, dasksc.Streaming(), 64), 8, 0),
     "resume in storage order, in other batches": (lambda path: resumed(path, dasksc.Streaming(), 128), 17, 0),
     # For joined files, a row is one row of each of the two files, so the limits are doubled.
     "first balanced batch of joined files": (lambda path: balanced([path, path]), 16, 2),
-    "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
-    "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
-    "check of joined files": (lambda path: checked([path, path]), 16, 2),
     # The columns of both files stay in memory until they have been copied into the joined columns.
     "describe of joined files": (lambda path: dasksc.describe([path, path], seconds=0), 16, 2 * 10),
 }

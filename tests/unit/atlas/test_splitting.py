@@ -266,19 +266,6 @@ def test_conditions_are_dealt_by_fractions_of_each_context(seed: int, fractions:
             assert abs(sum(one == line for one, _ in held) - share * n_genes) < 1
 
 
-def test_every_condition_is_held_out_as_often_as_another() -> None:
-    # Each of 300 seeds holds out 6 of 20 conditions. A condition is thus held out 90 times on average, with a standard
-    # deviation of 7.9; the test allows five standard deviations.
-    obs = screen(n=0)
-    counts = dict.fromkeys([f"G{i}" for i in range(20)], 0)
-    for seed in range(300):
-        parts = dasksc.split(obs, conditions=BY, hold_out={"line": "K562"}, few_shot=0.7, control=CONTROL, seed=seed)
-        for _, gene in conditions_of(obs, parts["test"]):
-            counts[gene] += 1
-    assert sum(counts.values()) == 300 * 6
-    assert all(abs(count - 90) < 40 for count in counts.values())
-
-
 @pytest.mark.parametrize(
     "control",
     ["gene == 'non-targeting'", {"gene": ["non-targeting"]}, {"plate": ["p0", "p1"], "gene": "non-targeting"}],
