@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-import torch
 import zarr
 from anndata import AnnData
 from anndata.io import write_elem
@@ -194,26 +193,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, use: Any, error: type[Exce
     path = store(tmp_path, "h5mu")
     with pytest.raises(error, match=fact):
         use(path)
-
-
-def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path) -> None:
-    data = dasksc.Modalities(store(tmp_path, "h5mu"))
-
-    def sums(batch: Any) -> dict[str, torch.Tensor]:
-        return {"X_joint": torch.stack([batch[name].X.sum(dim=1) for name in ("rna", "prot")], dim=1)}
-
-    report = dasksc.predict(sums, data, tmp_path / "emb.zarr", batch_size=16)
-    assert report.n_predicted == len(COMMON)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        written = ad.read_zarr(tmp_path / "emb.zarr")
-    mod = {name: adata[data.obs_names] for name, adata in parts().items()}
-    expected = np.stack([np.asarray(mod[name].X.sum(axis=1)).reshape(-1) for name in ("rna", "prot")], axis=1)
-    np.testing.assert_allclose(written.obsm["X_joint"], expected)
-    assert list(written.obs_names) == list(data.obs_names)
-    # A single modality, opened as an atlas, has the same cells as `data`, so the predictions can be attached to it.
-    rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
-    np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
 
 
 @pytest.mark.parametrize("kind", ["zarr", "memory"])

@@ -130,16 +130,6 @@ def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
         dasksc.split(chained, fractions=(0.5, 0.5), groups=["a", "b"])
 
 
-def test_a_seed_gives_one_split_and_others_give_others() -> None:
-    obs = pd.DataFrame({"donor": np.arange(3000) // 30})
-    for how in ({}, {"groups": "donor"}, {"by": "donor"}):
-        first, again, other = (dasksc.split(obs, **how, seed=seed) for seed in (0, 0, 1))
-        assert list(first) == ["train", "validation", "test"]
-        for name in first:
-            np.testing.assert_array_equal(first[name], again[name])
-        assert len(np.intersect1d(first["test"], other["test"])) < 200
-
-
 def test_what_cannot_be_split_is_refused() -> None:
     obs = pd.DataFrame({"donor": ["a", "b", None] * 10, "kind": [1, 2, 3] * 10})
     with pytest.raises(InputError, match="10.*30"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import pickle
 import shutil
@@ -371,20 +369,6 @@ def test_rows_beyond_2_to_the_31_elements_are_read(options: dict[str, Any], use_
     expected = np.zeros((3, 10))
     expected[[0, 0, 1, 2], [1, 4, 9, 9]] = [7, 8, 9, 9]
     np.testing.assert_array_equal(gathered(fetched, np.dtype("float64")), expected)
-
-
-def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path) -> None:
-    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression="gzip")
-    write_zarr(tmp_path / "x.zarr", random, chunk=16, shard=3, zarr_format=3)
-    for path in (tmp_path / "x.h5ad", tmp_path / "x.zarr"):
-        for use_fast in (True, False):
-            with contextlib.nullcontext() if use_fast else slow_readers():
-                matrix = open_matrix(path, "X")
-            matrix.fetch(np.arange(60))
-            del matrix
-    gc.collect()
-    still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    assert not [name for name in still_open if name.startswith(str(tmp_path))]
 
 
 @pytest.mark.parametrize("name", ["x.h5ad", "x.zarr"])

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc import InputError, MissingKeyError
-from tests.support.data import sample, write_store
+from tests.support.data import write_store
 
 pytestmark = pytest.mark.core
 
@@ -78,32 +78,6 @@ def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
     chosen = theirs.loc[theirs["highly_variable"].to_numpy(bool), "variances_norm"]
     for gene in ours.index[differ]:
         assert np.isclose(chosen, ours.loc[gene, "variances_norm"], rtol=1e-6, atol=1e-12).any(), gene
-
-
-# The last atlas is used without batches: in batches of 35 cells, many genes have identical scores.
-REAL = [("pbmc_5k_protein_v3", "batch"), ("brainlarge_dataset_test", None)]
-
-
-def real(name: str) -> ad.AnnData:
-    path = sample(f"{name}.h5ad")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about duplicate names
-        stored = ad.read_h5ad(path)
-    counts = sp.csr_matrix(stored.X).astype(np.float32)
-    obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
-    return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
-
-
-@pytest.mark.parametrize(("name", "batch_key"), REAL)
-def test_genes_of_a_real_atlas_are_those_of_scanpy(name, batch_key):
-    adata = real(name)
-    try:
-        theirs = of_scanpy(adata, 100, batch_key)
-    except ValueError:  # the atlas has too few cells for the fit
-        with pytest.raises(InputError, match="batch"):
-            dasksc.highly_variable_genes(adata, 100, batch_key=batch_key)
-        return
-    assert_same(dasksc.highly_variable_genes(adata, 100, batch_key=batch_key), theirs)
 
 
 @pytest.mark.parametrize(("batch_key", "n_top_genes"), [(None, 1000), ("batch", 50)])
