@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import fcntl
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.storage import Columns, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.arrays import logical_dtype
-from tests.support.data import dense, zip_of
+from tests.support.data import dense, write_store
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -66,42 +65,6 @@ def values_of(adata: ad.AnnData, key: str) -> NDArray[Any]:
     return dense(value)
 
 
-def write_h5ad(adata: ad.AnnData, path: Path, **kwargs: Any) -> Path:
-    path = path.with_suffix(".h5ad")
-    adata.write_h5ad(path, **kwargs)
-    return path
-
-
-def write_zarr(adata: ad.AnnData, path: Path, *, zarr_format: int, shards: bool = False) -> Path:
-    path = path.with_suffix(".zarr")
-    group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
-
-    def write(func: Any, store: Any, k: str, elem: Any, dataset_kwargs: Any, iospec: Any) -> None:
-        matrix = isinstance(elem, np.ndarray) and elem.dtype.kind in "iuf" and elem.size > 100
-        kwargs = {}
-        if matrix or sp.issparse(elem):
-            # Small chunks, so that runs cross chunk boundaries.
-            kwargs = {"chunks": (10,) * getattr(elem, "ndim", 1)} if matrix else {"chunks": (10,)}
-            if shards:
-                kwargs["shards"] = tuple(4 * length for length in kwargs["chunks"])
-        func(store, k, elem, dataset_kwargs={**dataset_kwargs, **kwargs})
-
-    with warnings.catch_warnings():
-        # The default sharding of Zarr v3 differs between versions of anndata, which warn about it.
-        warnings.simplefilter("ignore")
-        with ad.settings.override(auto_shard_zarr_v3=False):
-            ad.experimental.write_dispatched(group, "/", adata, write)
-    return path
-
-
-WRITERS: dict[str, Callable[[ad.AnnData, Path], Path]] = {
-    "h5ad": write_h5ad,
-    "gzip h5ad": lambda adata, path: write_h5ad(adata, path, compression="gzip"),
-    "sharded zarr v3": lambda adata, path: write_zarr(adata, path, zarr_format=3, shards=True),
-    "zipped zarr": lambda adata, path: zip_of(write_zarr(adata, path, zarr_format=2)),
-}
-
-
 @pytest.fixture(autouse=True)
 def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read neighboring runs separately, as in large files, where the gaps between runs are not worth reading."""
@@ -109,20 +72,15 @@ def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dasksc.storage.zarr.reader._GAP_BYTES", 8)
 
 
-# Every format on disk; test_storage_fast covers every filter and codec.
-@pytest.fixture(scope="module", params=["h5ad", "gzip h5ad", "sharded zarr v3", "zipped zarr"])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return WRITERS[request.param](atlas(), tmp_path_factory.mktemp("atlas") / "atlas")
+# test_storage_fast covers every filter, codec and size of chunks.
+@pytest.fixture(params=["h5ad", "zarr3"])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_store(atlas(), tmp_path, request.param)
 
 
 @pytest.fixture
 def h5ad(tmp_path: Path) -> Path:
-    return write_h5ad(atlas(), tmp_path / "atlas")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return write_zarr(atlas(), tmp_path / "atlas", zarr_format=3)
+    return write_store(atlas(), tmp_path, "h5ad")
 
 
 def check_fetched(fetched: RowBuffer, expected: NDArray[Any]) -> None:
@@ -328,9 +286,7 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(h5ad: Path, change: 
     matrix = open_matrix(h5ad, "X")
     matrix.fetch(np.arange(5))
     if change == "replaced":
-        other = h5ad.with_name("other.h5ad")
-        write_h5ad(atlas()[:, ::-1].copy(), other)
-        other.rename(h5ad)
+        write_store(atlas()[:, ::-1].copy(), h5ad.parent, "h5ad", "other").rename(h5ad)
     elif change == "truncated":
         h5ad.write_bytes(h5ad.read_bytes()[:2000])
     else:
@@ -339,13 +295,14 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(h5ad: Path, change: 
         matrix.fetch(np.arange(5))
 
 
-def test_a_broken_zarr_chunk_is_named_with_its_row(store: Path) -> None:
-    chunks = sorted((store / "X" / "data" / "c").iterdir(), key=lambda path: int(path.name))
-    chunks[4].write_bytes(b"not what was there")
+def test_a_broken_zarr_chunk_is_named_with_its_row(tmp_path: Path) -> None:
+    store = write_store(atlas(), tmp_path, "zarr3")
+    group = zarr.open_group(store, mode="r+", use_consolidated=False)["X"]
+    group.create_array("data", data=group["data"][:], chunks=(10,), overwrite=True)
+    (store / "X" / "data" / "c" / "4").write_bytes(b"not what was there")
     matrix = open_matrix(store, "X")
     matrix.fetch(np.array([1, 2]))
-    indptr = random_csr().indptr
-    row = int(np.searchsorted(indptr, 40, side="right")) - 1
+    row = int(np.searchsorted(random_csr().indptr, 40, side="right")) - 1
     with pytest.raises(CorruptDataError, match=f"X/data.*{row}"):
         matrix.fetch(np.array([1, row]))
 
@@ -423,7 +380,7 @@ def test_batches_are_canonical_whatever_is_stored(kind: str, layout: str, tmp_pa
     parts = [untidy_atlas("uint8" if kind == "h5ad" else "float32")]
     if kind == "several":
         parts += [untidy_atlas(dtype, 20 + i) for i, dtype in enumerate(("float32", "uint8"))]
-    paths = [write_h5ad(part, tmp_path / str(i)) for i, part in enumerate(parts)]
+    paths = [write_store(part, tmp_path, "h5ad", str(i)) for i, part in enumerate(parts)]
     opened = dasksc.open(parts[0] if kind == "memory" else paths[0] if kind == "h5ad" else paths)
     orders = [part.var_names.get_indexer(opened.var_names) for part in parts]
     values = {
@@ -474,7 +431,7 @@ def test_duplicates_are_summed_before_array_code_sees_them(
     if kind == "dask":
         array = of_array(da.from_array(adata.X, chunks=(20, N_GENES), asarray=False))
     else:
-        array = of_array(dasksc.open(adata if kind == "memory" else write_h5ad(adata, tmp_path / "untidy")).X)
+        array = of_array(dasksc.open(adata if kind == "memory" else write_store(adata, tmp_path, "h5ad")).X)
     np.testing.assert_allclose(array.compute(scheduler="synchronous").toarray(), expected, rtol=1e-5)
     for layout in ("csr", "dense"):
         batches = list(dasksc.scDataset(array, dasksc.Streaming(), batch_size=7, fetch_factor=2, layout=layout, seed=0))
