@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import scanpy as sc
 import scipy.sparse as sp
 
 import dasksc
@@ -109,7 +110,6 @@ def test_variances_about_a_large_mean_are_right_in_many_rows():
 
 @pytest.mark.parametrize("by", ["cell_type", ["cell_type", "flag"]])
 def test_groups_are_laid_out_as_scanpy_does(by, tmp_path):
-    sc = pytest.importorskip("scanpy")
     adata = make_adata(200, 17)
     adata.obs["flag"] = adata.obs["flag"].astype(str)
     theirs = sc.get.aggregate(adata, by, NAMES)
@@ -162,7 +162,6 @@ def test_columns_may_have_more_combinations_than_an_integer_can_number():
 
 
 def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
-    sc = pytest.importorskip("scanpy")
     adata = make_adata(60, 17)
     adata.var["mito"] = adata.var_names.str.endswith(("1", "5"))
     adata.var["none"] = False
