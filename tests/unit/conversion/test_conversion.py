@@ -290,9 +290,6 @@ def test_lazy_array_code_is_computed_on_the_way(tmp_path):
     assert np.array_equal(dense(written.X), np.log1p(dense(source.X))[order_of(written, source)])
 
 
-# --- Failures ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def gzipped(tmp_path_factory):
     return write_gzipped(tmp_path_factory.mktemp("input"))

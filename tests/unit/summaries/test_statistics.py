@@ -39,9 +39,6 @@ def assert_are(found: pd.DataFrame, values: Any) -> None:
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9)
 
 
-# --- Genes ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("layout", "dtype"), [("csr", "f4"), ("csr", "u1"), ("dense", "f8"), ("dense", "f2"), ("dense", "?")]
 )
@@ -105,9 +102,6 @@ def test_variances_about_a_large_mean_are_right_in_many_rows():
         np.testing.assert_allclose(found.groups.layers["var"][i], part.var(axis=0, ddof=1), rtol=1e-6)
 
 
-# --- Groups ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["cell_type", ["cell_type", "flag"]])
 def test_groups_are_laid_out_as_scanpy_does(by, tmp_path):
     adata = make_adata(200, 17)
@@ -156,9 +150,6 @@ def test_columns_may_have_more_combinations_than_an_integer_can_number():
     groups = Groups(pd.DataFrame({f"c{i}": many for i in range(6)}), [f"c{i}" for i in range(6)])
     assert groups.n_rows.tolist() == [1] * 3000
     assert sorted(groups.codes(slice(None))) == list(range(3000))
-
-
-# --- Cells ----------------------------------------------------------------------------------------------
 
 
 def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
