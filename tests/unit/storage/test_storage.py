@@ -20,7 +20,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.storage import Columns, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.arrays import logical_dtype
-from tests.support.data import dense, write_store
+from tests.support.data import arrays_of, dense, make_values, write_store
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -28,41 +28,20 @@ pytestmark = pytest.mark.core
 N_OBS, N_VARS = 97, 31
 
 
-def random_csr(*, dtype: str = "float32", seed: int = 0) -> sp.csr_matrix:
-    """Return a CSR matrix whose first, last and middle rows are empty."""
-    rng = np.random.default_rng(seed)
-    matrix = sp.random(N_OBS, N_VARS, density=0.2, random_state=rng, format="lil")
-    for row in (0, N_OBS // 2, N_OBS - 1):
-        matrix[row] = 0
-    matrix = sp.csr_matrix(matrix)
-    matrix.data = rng.integers(1, 50, matrix.nnz).astype(dtype)
-    return matrix
-
-
-def random_dense(*, dtype: str = "float32", seed: int = 1) -> NDArray[Any]:
-    return np.random.default_rng(seed).integers(0, 5, (N_OBS, N_VARS)).astype(dtype)
+# The first, the last and a middle row are empty.
+EMPTY = sp.csr_matrix((1, N_VARS), dtype=np.float32)
+COUNTS = sp.csr_matrix(sp.vstack([EMPTY, make_values(N_OBS - 2, N_VARS, density=0.2), EMPTY]))
 
 
 def atlas() -> ad.AnnData:
-    counts = random_csr()
-    adata = ad.AnnData(X=counts, layers={"dense": random_dense(), "columns": counts.tocsc()})
-    adata.obsm["X_pca"] = random_dense(dtype="float64", seed=2)[:, :5]
+    layers = {"dense": make_values(N_OBS, N_VARS, layout="dense", seed=1), "columns": COUNTS.tocsc()}
+    adata = ad.AnnData(X=COUNTS.copy(), layers=layers)
+    adata.obsm["X_pca"] = make_values(N_OBS, 5, layout="dense", dtype="float64", seed=2)
     adata.raw = adata
     return adata
 
 
-KEYS = ["X", "raw/X", "layers/dense", "layers/columns", "obsm/X_pca"]
-
-
-def values_of(adata: ad.AnnData, key: str) -> NDArray[Any]:
-    if key == "raw/X":
-        value = adata.raw.X
-    elif key == "X":
-        value = adata.X
-    else:
-        group, _, name = key.partition("/")
-        value = getattr(adata, group)[name]
-    return dense(value)
+VALUES = {key: dense(values) for key, values in arrays_of(atlas()).items() if key != "raw/var"}
 
 
 @pytest.fixture(autouse=True)
@@ -117,50 +96,34 @@ def check_matrix(matrix: Matrix, expected: NDArray[Any]) -> None:
         np.arange(n_obs),
         np.sort(rng.integers(0, n_obs, 3 * n_obs)),
         np.array([n_obs - 1]),
-        np.arange(0, n_obs, 7),
         np.empty(0, dtype=np.int64),
+        np.arange(0, n_obs, 7),
     ):
         fetched = matrix.fetch(rows)
         assert (fetched.dtype, fetched.layout) == (matrix.dtype, matrix.layout)
         check_fetched(fetched, expected[rows])
-    check_fetched(fetched.compact(), expected[rows])
+    again = pickle.loads(pickle.dumps(matrix)).fetch(rows)
+    for one in (fetched.compact(), pickle.loads(pickle.dumps(fetched)), again):
+        check_fetched(one, expected[rows])
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", VALUES)
 def test_fetched_rows_equal_those_anndata_reads(written: Path, key: str) -> None:
-    check_matrix(open_matrix(written, key), values_of(atlas(), key))
+    check_matrix(open_matrix(written, key), VALUES[key])
 
 
-def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path) -> None:
-    rows = np.array([3, 4, 4, 50])
-    for key in KEYS:
-        expected = values_of(atlas(), key)[rows]
-        matrix = pickle.loads(pickle.dumps(open_matrix(written, key)))
-        fetched = matrix.fetch(rows)
-        check_fetched(fetched, expected)
-        check_fetched(fetched.compact(), expected)
-        check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
-
-
-def test_a_fetch_reads_the_wanted_rows_only(written: Path) -> None:
-    rows = np.array([3, 4, 4, 50])
-    wanted = int(np.diff(random_csr().indptr)[rows].sum())
-    matrix = open_matrix(written, "X")
-    with recorded_reads() as reads:
-        matrix.fetch(rows)
-    for name in ("data", "indices"):
-        assert reads.n_calls(f"X/{name}") == 1
-        assert reads.n_items(f"X/{name}") == wanted
-
-
-def test_a_long_indptr_is_never_read_whole(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_reads_the_wanted_rows_only_and_a_long_indptr_is_never_read_whole(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dasksc.storage.matrices._INDPTR_KEPT_BYTES", 0)
-    matrix = open_matrix(written, "X")
-    rows = np.array([3, 4, 50])
+    rows, matrix = np.array([3, 4, 50]), open_matrix(written, "X")
     with recorded_reads() as reads:
         matrix.fetch(rows)
     assert reads.n_items("X/indptr") == 6
-    check_matrix(matrix, values_of(atlas(), "X"))
+    for name in ("data", "indices"):
+        assert reads.n_calls(f"X/{name}") == 1
+        assert reads.n_items(f"X/{name}") == np.diff(COUNTS.indptr)[rows].sum()
+    check_matrix(matrix, VALUES["X"])
 
 
 def test_unusual_integer_types_and_big_endian_values_are_read(h5ad: Path) -> None:
@@ -171,7 +134,7 @@ def test_unusual_integer_types_and_big_endian_values_are_read(h5ad: Path) -> Non
             file[f"X/{name}"] = values.astype(dtype)
     out = np.empty((N_OBS, N_VARS), dtype=np.float32)
     open_matrix(h5ad, "X").fetch(np.arange(N_OBS)).gather(np.arange(N_OBS), out=out)
-    np.testing.assert_array_equal(out, values_of(atlas(), "X"))
+    np.testing.assert_array_equal(out, VALUES["X"])
 
 
 @pytest.mark.parametrize(
@@ -186,10 +149,9 @@ def test_unusual_integer_types_and_big_endian_values_are_read(h5ad: Path) -> Non
     ids=["csr_array", "csc", "fortran", "big-endian", "strided"],
 )
 def test_arrays_in_memory_are_matrices_too(convert: Callable[[Any], Any]) -> None:
-    matrix = as_matrix(convert(random_csr()), "mine")
+    matrix = as_matrix(convert(COUNTS), "mine")
     assert matrix.label == "mine"
-    check_matrix(matrix, random_csr().toarray())
-    check_matrix(pickle.loads(pickle.dumps(matrix)), random_csr().toarray())
+    check_matrix(matrix, VALUES["X"])
 
 
 def without(name: str, n_kept: int | None = None) -> Callable[[Path], Path]:
@@ -302,7 +264,7 @@ def test_a_broken_zarr_chunk_is_named_with_its_row(tmp_path: Path) -> None:
     (store / "X" / "data" / "c" / "4").write_bytes(b"not what was there")
     matrix = open_matrix(store, "X")
     matrix.fetch(np.array([1, 2]))
-    row = int(np.searchsorted(random_csr().indptr, 40, side="right")) - 1
+    row = int(np.searchsorted(COUNTS.indptr, 40, side="right")) - 1
     with pytest.raises(CorruptDataError, match=f"X/data.*{row}"):
         matrix.fetch(np.array([1, row]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import tempfile
@@ -320,18 +319,6 @@ def test_a_damaged_zarr_chunk_or_shard_is_an_error(random: Random, change: str, 
         file.write_bytes({"truncated": whole[:-9], "garbage": whole[::-1], "empty": b""}[change])
     with pytest.raises(CorruptDataError, match="X/data.*Copy"):
         open_matrix(path, "X").fetch(np.arange(60))
-
-
-def test_a_chunk_beyond_the_end_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "x.h5ad"
-    with h5py.File(path, "w") as file:
-        file["X"] = np.zeros((400, 30))
-        offset = file["X"].id.get_offset()
-    identity = os.stat(path)
-    os.truncate(path, offset + 100)
-    assert os.stat(path).st_size < identity.st_size
-    with pytest.raises(CorruptDataError, match="truncated"):
-        open_matrix(path, "X")
 
 
 def test_files_of_this_machine_are_mapped_and_those_of_others_are_not(tmp_path: Path) -> None:
