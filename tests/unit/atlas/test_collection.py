@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,78 +178,55 @@ def test_an_anndata_without_x_opens(tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(adata.layers["counts"]))
 
 
-def without(name: str, value: Any = None) -> Callable[[Path], Path]:
-    """Return a function that removes an element of the file in a folder, or gives it another value."""
-
-    def changed(folder: Path) -> Path:
-        with h5py.File(folder / "atlas.h5ad", "r+") as file:
-            del file[name]
-            if value is not None:
-                file[name] = value
-        return folder / "atlas.h5ad"
-
-    return changed
-
-
-def holding(name: str, content: str) -> Callable[[Path], Path]:
-    """Return a function that writes a file."""
-
-    def written(folder: Path) -> Path:
-        (folder / name).write_text(content)
-        return folder / name
-
-    return written
-
-
-def other_h5(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an atlas, and with files and folders that are none."""
+    folder = tmp_path_factory.mktemp("odd")
+    whole = write_store(make_adata(), folder, "h5ad").read_bytes()
+    (folder / "empty").mkdir()
+    texts = {"text.zarr.zip": b"gene1,gene2\n1,2\n", "cells.csv": b"a,b\n1,2\n", "nothing.h5ad": b""}
+    damaged = {"half.h5ad": whole[: len(whole) // 2], "lacking.h5ad": whole, "uneven.h5ad": whole}
+    for name, content in (texts | damaged).items():
+        (folder / name).write_bytes(content)
+    zarr.create_group(folder / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
+    with zipfile.ZipFile(folder / "other.zarr.zip", "w") as archive:
+        archive.writestr("zarr.json", "{}")
     with h5py.File(folder / "other.h5", "w") as file:
         file["matrix"] = np.zeros((3, 3))
-    return folder / "other.h5"
-
-
-def other_zarr(folder: Path) -> Path:
-    zarr.create_group(folder / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
-    return folder / "other.zarr"
-
-
-def zipped_metadata(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "atlas.zarr.zip", "w") as archive:
-        archive.writestr("zarr.json", "{}")
-    return folder / "atlas.zarr.zip"
-
-
-def truncated(folder: Path) -> Path:
-    path = folder / "atlas.h5ad"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    return path
+    with h5py.File(folder / "lacking.h5ad", "r+") as file:
+        del file["obs/flag"]
+    with h5py.File(folder / "uneven.h5ad", "r+") as file:
+        del file["obsm/X_pca"]
+        file["obsm/X_pca"] = np.zeros((59, 2))
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("prepare", "error", "facts"),
+    ("data", "error", "facts"),
     [
-        (lambda folder: folder / "atlsa.h5ad", MissingPathError, r"atlsa\.h5ad.*atlas\.h5ad"),
-        (lambda folder: folder / "nowhere" / "atlas.h5ad", FileNotFoundError, "nowhere"),
-        (lambda folder: folder / "disk:" / "atlas.h5ad", MissingPathError, "nothing at (?!.*did you mean)"),
-        (lambda _: "https:/me:SECRET@host/a.h5ad", MissingPathError, r"^(?!.*SECRET).*https://host/a\.h5ad"),
-        (lambda _: "s3:/bucket/atlas.zarr", MissingPathError, r"s3://bucket/atlas\.zarr"),
-        (lambda folder: (folder / "empty").mkdir() or folder / "empty", StorageError, "Zarr"),
-        (other_h5, StorageError, "obs.*var"),
-        (other_zarr, StorageError, "obs.*var"),
-        (zipped_metadata, StorageError, "obs.*var"),
-        (holding("text.zarr.zip", "gene1,gene2\n1,2\n"), CorruptDataError, r"text\.zarr\.zip.*16"),
-        (holding("cells.csv", "a,b\n1,2\n"), StorageError, r"cells\.csv.*\.h5ad"),
-        (holding("atlas.h5ad", ""), CorruptDataError, r"atlas\.h5ad.*0 bytes"),
-        (truncated, CorruptDataError, "truncated.* bytes"),
-        (without("obs/flag"), StorageError, r"atlas\.h5ad"),
-        (without("obsm/X_pca", np.zeros((59, 2))), StorageError, r"atlas\.h5ad:/obsm/X_pca.*59.*obs"),
-        *((lambda _, data=data: data, InputError, r"\.h5ad") for data in (None, 3, np.zeros((3, 3)))),
-        *((lambda _, data=data: data, InputError, r"\.h5ad") for data in (da.zeros((3, 3)), [np.zeros((3, 3))])),
-        *((lambda _, data=data: data, InputError, "no atlas") for data in ([], (), {})),
+        ("./atlsa.h5ad", MissingPathError, r"atlsa\.h5ad.*atlas\.h5ad"),
+        ("./nowhere/atlas.h5ad", FileNotFoundError, "nowhere"),
+        ("./disk:/atlas.h5ad", MissingPathError, "nothing at (?!.*did you mean)"),
+        ("https:/me:SECRET@host/a.h5ad", MissingPathError, r"^(?!.*SECRET).*https://host/a\.h5ad"),
+        ("s3:/bucket/atlas.zarr", MissingPathError, r"s3://bucket/atlas\.zarr"),
+        ("./empty", StorageError, "Zarr"),
+        ("./other.h5", StorageError, "obs.*var"),
+        ("./other.zarr", StorageError, "obs.*var"),
+        ("./other.zarr.zip", StorageError, "obs.*var"),
+        ("./text.zarr.zip", CorruptDataError, r"text\.zarr\.zip.*16"),
+        ("./cells.csv", StorageError, r"cells\.csv.*\.h5ad"),
+        ("./nothing.h5ad", CorruptDataError, r"nothing\.h5ad.*0 bytes"),
+        ("./half.h5ad", CorruptDataError, "truncated.* bytes"),
+        ("./lacking.h5ad", StorageError, r"lacking\.h5ad"),
+        ("./uneven.h5ad", StorageError, r"uneven\.h5ad:/obsm/X_pca.*59.*obs"),
+        *((data, InputError, r"\.h5ad") for data in (None, 3, np.zeros((3, 3)), da.zeros((3, 3)), [np.zeros((3, 3))])),
+        *((data, InputError, "no atlas") for data in ([], (), {})),
     ],
 )
-def test_what_is_no_atlas_is_refused(tmp_path: Path, prepare: Any, error: type[Exception], facts: str) -> None:
-    write_store(make_adata(), tmp_path, "h5ad")
-    data = prepare(tmp_path)
+def test_what_is_no_atlas_is_refused(
+    odd: Path, data: Any, error: type[Exception], facts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(odd)
     with recorded_reads() as reads, pytest.raises(error, match=facts):
         dasksc.open(data)
     assert not reads.of("X/")
