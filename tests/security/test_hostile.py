@@ -14,7 +14,6 @@ from tests.support.hostile import (
     VALUES,
     bounded,
     h5ad_whose_values_are_elsewhere,
-    h5ad_whose_x_is_elsewhere,
     store_of_shape,
     store_with_a_column_called,
     store_with_pickles,
@@ -32,8 +31,8 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
     "pickles": lambda folder: store_with_pickles(folder, "obs/int8", folder / "unpickled"),
     "shape of zarr": lambda folder: store_of_shape(folder, "zarr3", "X", 2**62),
     "shape of hdf5": lambda folder: store_of_shape(folder, "h5ad", "obs/int8", 2**62),
-    "X is virtual": lambda folder: h5ad_whose_x_is_elsewhere(folder, "virtual"),
-    "X through a link": lambda folder: h5ad_whose_x_is_elsewhere(folder, "absolute"),
+    "X is virtual": lambda folder: h5ad_whose_values_are_elsewhere(folder, "X", "virtual"),
+    "X through a link": lambda folder: h5ad_whose_values_are_elsewhere(folder, "X", "absolute"),
     "table is external": lambda folder: h5ad_whose_values_are_elsewhere(folder, "obsm/n/n", "external"),
     "column elsewhere": lambda folder: store_with_a_column_called(folder, "zarr3", "../../secret"),
 }

@@ -225,16 +225,29 @@ def dense(values: Any) -> NDArray[Any]:
     return values.toarray() if sp.issparse(values) else np.asarray(values)
 
 
+def computed(array: Any) -> Any:
+    """Return an array of an atlas as NumPy or SciPy has it."""
+    return array.compute(scheduler="synchronous") if hasattr(array, "compute") else array
+
+
+def arrays_of(adata: ad.AnnData) -> dict[str, Any]:
+    """Return the matrices of an atlas and the tables among them by their keys."""
+    parts = ("layers", "obsm", "obsp", "varm", "varp")
+    found = {f"{part}/{name}": value for part in parts for name, value in getattr(adata, part).items() if name}
+    return found | {"X": adata.X} | ({} if adata.raw is None else {"raw/X": adata.raw.X, "raw/var": adata.raw.var})
+
+
 def same(one: ad.AnnData, other: ad.AnnData) -> None:
-    """Fail unless two open atlases hold the same tables and values."""
+    """Fail unless two atlases, lazy or in memory, hold the same tables and values."""
     pd.testing.assert_frame_equal(one.obs, other.obs)
     pd.testing.assert_frame_equal(one.var, other.var)
-    np.testing.assert_array_equal(dense(one.X.compute()), dense(other.X.compute()))
-    for name in ("layers", "obsm", "obsp"):
-        assert set(getattr(one, name)) == set(getattr(other, name))
-        for key, array in getattr(other, name).items():
-            if not isinstance(array, pd.DataFrame):
-                np.testing.assert_array_equal(dense(getattr(one, name)[key].compute()), dense(array.compute()))
+    ours, theirs = arrays_of(one), arrays_of(other)
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        if isinstance(value, pd.DataFrame):
+            pd.testing.assert_frame_equal(ours[key], value)
+        else:
+            np.testing.assert_array_equal(dense(computed(ours[key])), dense(computed(value)), err_msg=key)
 
 
 def batches(data: Any, **options: Any) -> list[NDArray[Any]]:

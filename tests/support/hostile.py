@@ -130,40 +130,34 @@ def store_with_bombs(folder: Path, where: str) -> Path:
     return path
 
 
-def h5ad_whose_x_is_elsewhere(folder: Path, how: str) -> Path:
-    path = write_store(small(), folder, "h5ad")
+def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
+    """Write a file in which one array is a link to another folder, virtual, external, or linked to an external one."""
+    path = write_store(full(), folder, "h5ad")
     outside = folder.parent / f"{folder.name}-outside.h5"
-    with h5py.File(outside, "w") as file:
-        file["X"] = VALUES[:20]
-    with h5py.File(path, "r+") as file:
-        del file["X"]
+    with (
+        h5py.File(path, "r+") as file,
+        h5py.File(outside, "w") as other,
+        h5py.File(folder / "beside.h5", "w") as beside,
+    ):
+        old = file[where]
+        shape, dtype, attributes = old.shape, old.dtype, dict(old.attrs)
+        other["n"] = old[...]
+        del file[where]
+        external = [(str(outside), 0, int(np.prod(shape)) * dtype.itemsize)]
         match how:
             case "absolute":
-                file["X"] = h5py.ExternalLink(str(outside), "/X")
+                file[where] = h5py.ExternalLink(str(outside), "/n")
             case "upwards":
-                file["X"] = h5py.ExternalLink(f"../{outside.name}", "/X")
+                file[where] = h5py.ExternalLink(f"../{outside.name}", "/n")
             case "virtual":
-                layout = h5py.VirtualLayout((20, 6), "f4")
-                layout[:] = h5py.VirtualSource(str(outside), "X", shape=(20, 6))
-                file.create_virtual_dataset("X", layout)
+                layout = h5py.VirtualLayout(shape, dtype)
+                layout[:] = h5py.VirtualSource(str(outside), "n", shape=shape)
+                file.create_virtual_dataset(where, layout).attrs.update(attributes)
             case "external":
-                file.create_dataset("X", (20, 6), "f4", external=[(str(outside), 0, 480)])
-    return path
-
-
-def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
-    path = write_store(full(), folder, "h5ad")
-    outside = folder.parent / f"{folder.name}-secret.h5"
-    with h5py.File(outside, "w") as file:
-        file["n"] = np.full(36, 42.0)
-    with h5py.File(path, "r+") as file, h5py.File(folder / "beside.h5", "w") as beside:
-        shape, attributes = file[where].shape, dict(file[where].attrs)
-        del file[where]
-        into, name = (beside, "n") if how == "beside" else (file, where)
-        into.create_dataset(name, shape, "f8", external=[(str(outside), 0, 8 * int(np.prod(shape)))])
-        into[name].attrs.update(attributes)
-        if how == "beside":
-            file[where] = h5py.ExternalLink("beside.h5", "/n")
+                file.create_dataset(where, shape, dtype, external=external).attrs.update(attributes)
+            case "beside":
+                beside.create_dataset("n", shape, dtype, external=external).attrs.update(attributes)
+                file[where] = h5py.ExternalLink("beside.h5", "/n")
     return path
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import dask
 import dask.array as da
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import scanpy as sc
 import scipy.sparse as sp
 import zarr
 from anndata.io import sparse_dataset
@@ -28,10 +25,11 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError, Missing
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
     FORMATS,
-    LAYOUTS,
     SAMPLE_FILES,
     SAMPLE_ZARRS,
     STORES,
+    arrays_of,
+    computed,
     dense,
     make_adata,
     same,
@@ -44,42 +42,6 @@ from tests.support.recorders import recorded_reads
 # AnnData 0.13 sets this deprecated pandas option when it subsets.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
 
-ALIGNED = ("layers", "obsm", "obsp", "varm", "varp")
-
-
-def computed(array: Any) -> Any:
-    return array.compute(scheduler="synchronous") if isinstance(array, da.Array) else array
-
-
-def assert_same(got: ad.AnnData, expected: ad.AnnData) -> None:
-    """Compute every element of `got`, and check that it equals that of `expected`."""
-    assert got.shape == expected.shape
-    if expected.X is None:
-        assert got.X is None
-    else:
-        assert isinstance(got.X, da.Array)
-        assert got.X.dtype == expected.X.dtype
-        np.testing.assert_array_equal(dense(computed(got.X)), dense(expected.X))
-    pd.testing.assert_frame_equal(got.obs, expected.obs)
-    pd.testing.assert_frame_equal(got.var, expected.var)
-    assert set(got.uns) == set(expected.uns)
-    for part in ALIGNED:
-        ours, theirs = dict(getattr(got, part)), dict(getattr(expected, part))
-        assert set(ours) - {None} == set(theirs) - {None}
-        for name in set(theirs) - {None}:
-            if isinstance(theirs[name], pd.DataFrame):
-                pd.testing.assert_frame_equal(ours[name], theirs[name])
-                continue
-            if part in ("layers", "obsm"):
-                assert isinstance(ours[name], da.Array)
-            np.testing.assert_array_equal(dense(computed(ours[name])), dense(theirs[name]))
-    assert (got.raw is None) == (expected.raw is None)
-    if expected.raw is not None:
-        assert isinstance(got.raw.X, da.Array)
-        np.testing.assert_array_equal(dense(computed(got.raw.X)), dense(expected.raw.X))
-        pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
-        assert set(got.raw.varm) == set(expected.raw.varm)
-
 
 def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
     """Read with AnnData, without the warnings that it issues for every element of an old file."""
@@ -89,29 +51,18 @@ def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
         return ad.read_h5ad(path, **options) if path.suffix == ".h5ad" else ad.read_zarr(path)
 
 
-@pytest.mark.parametrize(("format", "layout"), STORES)
-def test_a_store_opens_with_everything_in_it(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout, has_everything=True)
-    adata.raw = adata
-    path = write_store(adata, tmp_path, format)
-    opened = dasksc.open(path)
-    assert_same(opened, read_by_anndata(path))
-    assert_same(dasksc.open(str(path)), read_by_anndata(path))
-    assert all(isinstance(array, da.Array) for array in opened.obsp.values())
-    assert isinstance(opened.obsm["table"], pd.DataFrame)
+@pytest.fixture(scope="module", params=STORES, ids=str)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ad.AnnData, Path]:
+    """Return an atlas with everything, raw of more genes among it, and the path of its store."""
+    format, layout = request.param
+    full = make_adata(layout=layout, has_everything=True)
+    adata = full[:, 3:9].copy()
+    adata.raw = full
+    return adata, write_store(adata, tmp_path_factory.mktemp("stored"), format)
 
 
-@pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
-def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it_without_a_warning(name: str, tmp_path: Path) -> None:
-    path = sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path)
-    assert_same(dasksc.open(path), read_by_anndata(path))
-
-
-@pytest.mark.parametrize(("format", "layout"), STORES)
-def test_opening_reads_nothing_of_the_matrices(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout, has_everything=True)
-    adata.raw = adata
-    path = write_store(adata, tmp_path, format)
+def test_a_store_opens_with_everything_in_it_and_reads_nothing_of_the_matrices(stored: Any) -> None:
+    path = stored[1]
     with recorded_reads() as reads:
         opened = dasksc.open(path)
         repr(opened)
@@ -124,21 +75,55 @@ def test_opening_reads_nothing_of_the_matrices(tmp_path: Path, format: str, layo
         opened.X[:3].compute(scheduler="synchronous")
     assert reads.reached
     assert not reads.of("layers/")
+    expected = read_by_anndata(path)
+    same(opened, expected)
+    assert set(opened.uns) == set(expected.uns)
+    for key, value in arrays_of(opened).items():
+        assert isinstance(value, pd.DataFrame if key in ("obsm/table", "raw/var") else da.Array) or "varm" in key
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_only_the_obs_columns_asked_for_are_read(tmp_path: Path, format: str) -> None:
-    adata = make_adata()
-    path = write_store(adata, tmp_path, format)
+def test_raw_opens_as_an_atlas_of_its_own(stored: Any) -> None:
+    adata, path = stored
+    for data in (path, dasksc.open(path), adata):
+        raw = dasksc.open(data, raw=True)
+        np.testing.assert_array_equal(dense(computed(raw.X)), dense(adata.raw.X))
+        pd.testing.assert_frame_equal(raw.var, adata.raw.var)
+        assert list(raw.obs) == list(adata.obs)
+
+
+def test_only_the_obs_columns_asked_for_are_read(stored: Any) -> None:
+    path = stored[1]
     with recorded_reads() as reads:
         opened = dasksc.open(path, obs=["float32", "cell_type"])
-    assert list(opened.obs.columns) == ["float32", "cell_type"]
     pd.testing.assert_frame_equal(opened.obs, read_by_anndata(path).obs[["float32", "cell_type"]])
     assert reads.of("obs/float32")
     assert not reads.of("obs/text")
     assert not reads.of("obs/int64")
-    assert dasksc.open(path, obs=[]).obs.shape == (adata.n_obs, 0)
+    assert dasksc.open(path, obs=[]).obs.shape == (60, 0)
     assert list(dasksc.open(path, obs=["flag", "flag"]).obs.columns) == ["flag"]
+
+
+def test_a_view_reads_rows_into_memory_as_anndata_takes_them(stored: Any) -> None:
+    adata, path = stored
+    view, rows = AnnDataView(dasksc.open(path)), np.array([2, 17, 40, 41])
+    got, expected = view[rows], read_by_anndata(path)[rows].copy()
+    assert not got.is_view
+    assert isinstance(got.X, sp.csr_matrix if sp.issparse(adata.X) else np.ndarray)
+    assert got.X.dtype == expected.X.dtype
+    # Codes mean the same in every fetch; AnnData drops unused categories.
+    assert list(got.obs["cell_type"].cat.categories) == list(adata.obs["cell_type"].cat.categories)
+    for table in (got.obs, got.obsm["table"]):
+        for name in table.select_dtypes("category"):
+            table[name] = table[name].cat.remove_unused_categories()
+    del got.obsp, expected.obsp, got.raw, expected.raw
+    same(got, expected)
+    assert dict(got.uns) == {"source": "made up"}
+
+
+@pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
+def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it_without_a_warning(name: str, tmp_path: Path) -> None:
+    path = sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path)
+    same(dasksc.open(path), read_by_anndata(path))
 
 
 def test_arrays_in_memory_are_shared_not_copied() -> None:
@@ -180,12 +165,9 @@ def test_stored_arrays_inside_an_anndata_are_read_by_our_readers(tmp_path: Path)
         np.testing.assert_array_equal(dense(computed(array)), dense(adata.X))
     for array in opened.obsm.values():
         np.testing.assert_array_equal(computed(array), adata.layers["scaled"])
-
-
-def test_a_zarr_array_outside_a_local_directory_is_refused() -> None:
-    array = zarr.create_array(zarr.storage.MemoryStore(), shape=(4, 3), dtype="float32")
+    elsewhere = zarr.create_array(zarr.storage.MemoryStore(), shape=(4, 3), dtype="float32")
     with pytest.raises(InputError, match="local directory"):
-        dasksc.open(ad.AnnData(X=array))
+        dasksc.open(ad.AnnData(X=elsewhere))
 
 
 def test_an_anndata_without_x_opens(tmp_path: Path) -> None:
@@ -196,99 +178,58 @@ def test_an_anndata_without_x_opens(tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(adata.layers["counts"]))
 
 
-def without(name: str, value: Any = None) -> Callable[[Path], Path]:
-    """Return a function that removes an element of the file in a folder, or gives it another value."""
-
-    def changed(folder: Path) -> Path:
-        with h5py.File(folder / "atlas.h5ad", "r+") as file:
-            del file[name]
-            if value is not None:
-                file[name] = value
-        return folder / "atlas.h5ad"
-
-    return changed
-
-
-def holding(name: str, content: str) -> Callable[[Path], Path]:
-    """Return a function that writes a file."""
-
-    def written(folder: Path) -> Path:
-        (folder / name).write_text(content)
-        return folder / name
-
-    return written
-
-
-def other_h5(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an atlas, and with files and folders that are none."""
+    folder = tmp_path_factory.mktemp("odd")
+    whole = write_store(make_adata(), folder, "h5ad").read_bytes()
+    (folder / "empty").mkdir()
+    texts = {"text.zarr.zip": b"gene1,gene2\n1,2\n", "cells.csv": b"a,b\n1,2\n", "nothing.h5ad": b""}
+    damaged = {"half.h5ad": whole[: len(whole) // 2], "lacking.h5ad": whole, "uneven.h5ad": whole}
+    for name, content in (texts | damaged).items():
+        (folder / name).write_bytes(content)
+    zarr.create_group(folder / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
+    with zipfile.ZipFile(folder / "other.zarr.zip", "w") as archive:
+        archive.writestr("zarr.json", "{}")
     with h5py.File(folder / "other.h5", "w") as file:
         file["matrix"] = np.zeros((3, 3))
-    return folder / "other.h5"
-
-
-def other_zarr(folder: Path) -> Path:
-    zarr.create_group(folder / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
-    return folder / "other.zarr"
-
-
-def zipped_metadata(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "atlas.zarr.zip", "w") as archive:
-        archive.writestr("zarr.json", "{}")
-    return folder / "atlas.zarr.zip"
-
-
-def truncated(folder: Path) -> Path:
-    path = folder / "atlas.h5ad"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    return path
+    with h5py.File(folder / "lacking.h5ad", "r+") as file:
+        del file["obs/flag"]
+    with h5py.File(folder / "uneven.h5ad", "r+") as file:
+        del file["obsm/X_pca"]
+        file["obsm/X_pca"] = np.zeros((59, 2))
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("prepare", "error", "facts"),
+    ("data", "error", "facts"),
     [
-        (lambda folder: folder / "atlsa.h5ad", MissingPathError, r"atlsa\.h5ad.*atlas\.h5ad"),
-        (lambda folder: folder / "nowhere" / "atlas.h5ad", FileNotFoundError, "nowhere"),
-        (lambda folder: folder / "disk:" / "atlas.h5ad", MissingPathError, "nothing at (?!.*did you mean)"),
-        (lambda _: "https:/me:SECRET@host/a.h5ad", MissingPathError, r"^(?!.*SECRET).*https://host/a\.h5ad"),
-        (lambda _: "s3:/bucket/atlas.zarr", MissingPathError, r"s3://bucket/atlas\.zarr"),
-        (lambda folder: (folder / "empty").mkdir() or folder / "empty", StorageError, "Zarr"),
-        (other_h5, StorageError, "obs.*var"),
-        (other_zarr, StorageError, "obs.*var"),
-        (zipped_metadata, StorageError, "obs.*var"),
-        (holding("text.zarr.zip", "gene1,gene2\n1,2\n"), CorruptDataError, r"text\.zarr\.zip.*16"),
-        (holding("cells.csv", "a,b\n1,2\n"), StorageError, r"cells\.csv.*\.h5ad"),
-        (holding("atlas.h5ad", ""), CorruptDataError, r"atlas\.h5ad.*0 bytes"),
-        (truncated, CorruptDataError, "truncated.* bytes"),
-        (without("obs/flag"), StorageError, r"atlas\.h5ad"),
-        (without("obsm/X_pca", np.zeros((59, 2))), StorageError, r"atlas\.h5ad:/obsm/X_pca.*59.*obs"),
-        *((lambda _, data=data: data, InputError, r"\.h5ad") for data in (None, 3, np.zeros((3, 3)))),
-        *((lambda _, data=data: data, InputError, r"\.h5ad") for data in (da.zeros((3, 3)), [np.zeros((3, 3))])),
-        *((lambda _, data=data: data, InputError, "no atlas") for data in ([], (), {})),
+        ("./atlsa.h5ad", MissingPathError, r"atlsa\.h5ad.*atlas\.h5ad"),
+        ("./nowhere/atlas.h5ad", FileNotFoundError, "nowhere"),
+        ("./disk:/atlas.h5ad", MissingPathError, "nothing at (?!.*did you mean)"),
+        ("https:/me:SECRET@host/a.h5ad", MissingPathError, r"^(?!.*SECRET).*https://host/a\.h5ad"),
+        ("s3:/bucket/atlas.zarr", MissingPathError, r"s3://bucket/atlas\.zarr"),
+        ("./empty", StorageError, "Zarr"),
+        ("./other.h5", StorageError, "obs.*var"),
+        ("./other.zarr", StorageError, "obs.*var"),
+        ("./other.zarr.zip", StorageError, "obs.*var"),
+        ("./text.zarr.zip", CorruptDataError, r"text\.zarr\.zip.*16"),
+        ("./cells.csv", StorageError, r"cells\.csv.*\.h5ad"),
+        ("./nothing.h5ad", CorruptDataError, r"nothing\.h5ad.*0 bytes"),
+        ("./half.h5ad", CorruptDataError, "truncated.* bytes"),
+        ("./lacking.h5ad", StorageError, r"lacking\.h5ad"),
+        ("./uneven.h5ad", StorageError, r"uneven\.h5ad:/obsm/X_pca.*59.*obs"),
+        *((data, InputError, r"\.h5ad") for data in (None, 3, np.zeros((3, 3)), da.zeros((3, 3)), [np.zeros((3, 3))])),
+        *((data, InputError, "no atlas") for data in ([], (), {})),
     ],
 )
-def test_what_is_no_atlas_is_refused(tmp_path: Path, prepare: Any, error: type[Exception], facts: str) -> None:
-    write_store(make_adata(), tmp_path, "h5ad")
-    data = prepare(tmp_path)
+def test_what_is_no_atlas_is_refused(
+    odd: Path, data: Any, error: type[Exception], facts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(odd)
     with recorded_reads() as reads, pytest.raises(error, match=facts):
         dasksc.open(data)
     assert not reads.of("X/")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scanpy_sums_over_cells_genes_and_groups_lazily(tmp_path: Path, layout: str) -> None:
-    adata = make_adata(layout=layout)
-    with dask.config.set({"dasksc.chunk-bytes": 2000}):
-        lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
-    for data in (lazy, adata):
-        sc.pp.calculate_qc_metrics(data, inplace=True, percent_top=None)
-    for table, names in (("obs", ["total_counts", "n_genes_by_counts"]), ("var", ["total_counts"])):
-        for name in names:
-            np.testing.assert_allclose(computed(getattr(lazy, table)[name]), getattr(adata, table)[name], rtol=1e-6)
-    try:
-        groups = sc.get.aggregate(lazy, "cell_type", "sum")
-    except NotImplementedError:
-        pytest.skip("this scanpy aggregates no Dask arrays")
-    expected = sc.get.aggregate(adata, "cell_type", "sum")
-    np.testing.assert_allclose(dense(computed(groups.layers["sum"])), dense(expected.layers["sum"]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -296,28 +237,18 @@ def test_scanpy_sums_over_cells_genes_and_groups_lazily(tmp_path: Path, layout: 
     [
         (pd.Categorical(["b", "a", None, "b"], categories=["b", "c", "a"]), [0, 2, -1, 0], ["b", "c", "a"], "int8"),
         (pd.Categorical([3, 1, 3]), [1, 0, 1], [1, 3], "int8"),
-        (pd.Categorical([True, False]), [1, 0], [False, True], "int8"),
         (["b", "a", "b"], [1, 0, 1], ["a", "b"], "int8"),
         (np.array(["b", None, "a", np.nan], dtype=object), [1, -1, 0, -1], ["a", "b"], "int8"),
         (pd.array(["b", None, "a"], dtype="string"), [1, -1, 0], ["a", "b"], "int8"),
         (np.array([None, None], dtype=object), [-1, -1], [], "int8"),
         ([True, False], [True, False], None, "bool"),
-        (np.array([True, False], dtype=object), [True, False], None, "bool"),
-        (pd.array([True, False], dtype="boolean"), [True, False], None, "bool"),
         (pd.array([True, None, False], dtype="boolean"), [1, -1, 0], [False, True], "int8"),
         (np.array([True, None], dtype=object), [1, -1], [False, True], "int8"),
-        (np.array([1, -2], dtype=np.int8), [1, -2], None, "int8"),
-        (np.array([1, 2], dtype=np.uint16), [1, 2], None, "uint16"),
         (np.array([1, 2], dtype=">i4"), [1, 2], None, "int32"),
-        (np.array([1.5, 2], dtype=np.float32), [1.5, 2], None, "float32"),
-        (pd.array([1, 2], dtype="Int32"), [1, 2], None, "int32"),
         (pd.array([1.5, 2], dtype="Float32"), [1.5, 2], None, "float32"),
         (pd.arrays.SparseArray([0, 0, 2]), [0, 0, 2], None, "int64"),
-        (np.array([1, 2], dtype=object), [1, 2], None, "int64"),
         (pd.array([1, None, 3], dtype="Int64"), [1, np.nan, 3], None, "float64"),
-        (pd.array([1, None, 3], dtype="Float32"), [1, np.nan, 3], None, "float64"),
         (np.array([1, None, 3], dtype=object), [1, np.nan, 3], None, "float64"),
-        (np.array([1.0, np.nan, 3.0]), [1, np.nan, 3], None, "float64"),
     ],
 )  # fmt: skip
 def test_a_column_is_encoded(values: Any, codes: list[Any], labels: Any, dtype: str) -> None:
@@ -342,22 +273,6 @@ def test_dates_become_seconds_since_1970_and_durations_seconds(unit: str) -> Non
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize(("format", "layout"), STORES)
-def test_raw_opens_as_an_atlas_of_its_own(tmp_path: Path, format: str, layout: str) -> None:
-    full = make_adata(layout=layout)
-    adata = full[:, 3:9].copy()
-    adata.raw = full
-    path = write_store(adata, tmp_path, format)
-    for data in (path, dasksc.open(path), adata):
-        raw = dasksc.open(data, raw=True)
-        assert raw.shape == full.shape
-        np.testing.assert_array_equal(dense(computed(raw.X)), dense(full.X))
-        pd.testing.assert_frame_equal(raw.var, full.var)
-        assert list(raw.obs) == list(full.obs)
-        batch = next(iter(dasksc.scDataset(raw, dasksc.Streaming(), 5, seed=0)))
-        np.testing.assert_array_equal(batch.numpy(), dense(full.X)[:5].astype(np.float32))
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -370,45 +285,6 @@ def test_raw_opens_as_an_atlas_of_its_own(tmp_path: Path, format: str, layout: s
 def test_a_column_without_tensor_form_is_refused_by_name(values: Any) -> None:
     with pytest.raises(InputError, match="'column'"):
         encode_column(pd.Series(values, name="column"))
-
-
-def assert_same_table(got: pd.DataFrame, expected: pd.DataFrame) -> None:
-    """Check that the values are equal; AnnData drops unused categories."""
-    pd.testing.assert_frame_equal(got, expected, check_categorical=False)
-    assert [str(value) for value in got.to_numpy().ravel()] == [str(value) for value in expected.to_numpy().ravel()]
-
-
-def test_the_rows_of_a_view_keep_all_categories_so_that_codes_mean_the_same_in_every_fetch() -> None:
-    adata = make_adata()
-    view = AnnDataView(dasksc.open(adata))
-    for rows in ([0], [1, 2]):
-        assert list(view[rows].obs["cell_type"].cat.categories) == list(adata.obs["cell_type"].cat.categories)
-
-
-@pytest.mark.parametrize(("format", "layout"), STORES)
-def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout, has_everything=True)
-    path = write_store(adata, tmp_path, format)
-    view = AnnDataView(dasksc.open(path))
-    rows = np.array([2, 17, 40, 41])
-    got, expected = view[rows], read_by_anndata(path)[rows].copy()
-    assert isinstance(got, ad.AnnData)
-    assert not got.is_view
-    assert isinstance(got.X, sp.csr_matrix if layout == "csr" else np.ndarray)
-    assert got.X.dtype == expected.X.dtype
-    np.testing.assert_array_equal(dense(got.X), dense(expected.X))
-    assert_same_table(got.obs, expected.obs)
-    assert_same_table(got.var, expected.var)
-    for part in ("layers", "obsm"):
-        ours, theirs = getattr(got, part), getattr(expected, part)
-        assert set(ours) - {None} == set(theirs) - {None}
-        for name in set(theirs) - {None}:
-            if isinstance(theirs[name], pd.DataFrame):
-                assert_same_table(ours[name], theirs[name])
-            else:
-                np.testing.assert_array_equal(dense(ours[name]), dense(theirs[name]))
-    np.testing.assert_array_equal(got.varm["loadings"], expected.varm["loadings"])
-    assert dict(got.uns) == {"source": "made up"}
 
 
 @pytest.mark.parametrize(
@@ -448,19 +324,9 @@ def test_names_are_left_out_if_asked(tmp_path, format):
         dasksc.open([path, path], index_unique="-", names=False)
 
 
-@pytest.mark.parametrize(
-    ("index", "error"),
-    [
-        ([60], IndexError),
-        ([-61], IndexError),
-        (np.ones(59, dtype=bool), IndexError),
-        (["cell5"], InputError),
-        ([0.5], InputError),
-        ([[1, 2]], InputError),
-    ],
-)
-def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+@pytest.mark.parametrize("index", [[60], [-61], np.ones(59, dtype=bool), ["cell5"], [0.5], [[1, 2]]], ids=str)
+def test_a_view_refuses_rows_that_are_not_there(index: Any) -> None:
+    with pytest.raises((IndexError, InputError)):
         AnnDataView(dasksc.open(make_adata()))[index]
 
 

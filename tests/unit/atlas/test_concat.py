@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anndata
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,6 +23,7 @@ import dasksc
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import files
 from dasksc.storage.arrays import logical_dtype
+from tests.support.data import arrays_of, dense, same, write_store
 
 GENES = np.array([f"gene{i}" for i in range(40)])
 PARTS = ["layers/twice", "obsm/pca", "obsm/table", "raw"]
@@ -45,12 +45,11 @@ def atlas(
     *,
     dtype: str = "float32",
     layout: str = "csr",
-    columns: tuple[str, ...] = ("cell_type", "n", "note"),
     has: Collection[str] = ("layers/twice", "obsm/pca"),
 ) -> AnnData:
     rng = np.random.default_rng(seed)
     genes = rng.permutation(GENES)[: rng.integers(20, 35)] if genes is None else genes
-    dense = np.where(rng.random((n_obs, len(genes))) < 0.3, rng.integers(1, 90, (n_obs, len(genes))), 0).astype(dtype)
+    values = np.where(rng.random((n_obs, len(genes))) < 0.3, rng.integers(1, 90, (n_obs, len(genes))), 0).astype(dtype)
     kinds = rng.permutation(list("ABCDE"))[:3]
     obs = pd.DataFrame(
         {
@@ -59,8 +58,8 @@ def atlas(
             "note": rng.choice(["x", "y"], n_obs),
         },
         index=[f"cell{seed}-{i}" for i in range(n_obs)],
-    )[list(columns)]
-    x = dense if layout == "dense" else sp.csr_matrix(dense)
+    )
+    x = values if layout == "dense" else sp.csr_matrix(values)
     var = pd.DataFrame({"length": rng.integers(1, 99, len(genes))}, index=genes)
     adata = AnnData(X=x, obs=obs, var=var)
     if "layers/twice" in has:
@@ -84,39 +83,21 @@ def atlas(
 
 
 def write(adata: AnnData, path: Path, kind: str) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if kind == "zarr":
-            adata.write_zarr(path.with_suffix(".zarr"))
-            return path.with_suffix(".zarr")
-        adata.write_h5ad(path.with_suffix(".h5ad"), compression="gzip" if kind == "gzip" else None)
-    return path.with_suffix(".h5ad")
-
-
-def dense(array: Any) -> np.ndarray:
-    array = array.compute() if hasattr(array, "compute") else array
-    return array.toarray() if sp.issparse(array) else np.asarray(array)
+    written = write_store(adata, path.parent, "zarr3" if kind == "zarr" else "h5ad", path.name)
+    if kind == "gzip":
+        adata.write_h5ad(written, compression="gzip")
+    return written.rename(path.with_suffix(".zarr" if kind == "zarr" else ".h5ad"))
 
 
 def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> None:
-    pd.testing.assert_frame_equal(got.obs, expected.obs)
-    pd.testing.assert_frame_equal(got.var, expected.var)
-    assert set(got.layers) == set(expected.layers)
-    assert set(got.obsm) == set(expected.obsm)
-    # AnnData drops raw on construction if it has no cells.
-    assert (got.raw is None) == (expected.raw is None) or expected.n_obs == 0
-    pairs = {
-        f"layers/{name}": (got.layers[name], expected.layers[name]) for name in expected.layers if name is not None
-    }
-    pairs |= {f"obsm/{name}": (got.obsm[name], expected.obsm[name]) for name in expected.obsm}
-    if expected.raw is not None:
-        pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
-        pairs["raw/X"] = got.raw.X, expected.raw.X
-    for name, (lazy, eager) in ({"X": (got.X, expected.X)} | pairs).items():
+    if expected.n_obs == 0:
+        del got.raw  # AnnData drops raw on construction if it has no cells.
+    same(got, expected)
+    ours = arrays_of(got)
+    for name, eager in arrays_of(expected).items():
         if isinstance(eager, pd.DataFrame):
-            pd.testing.assert_frame_equal(lazy, eager)
             continue
-        np.testing.assert_array_equal(dense(lazy), dense(eager), err_msg=name)
+        lazy = ours[name]
         # AnnData 0.13 may return float64 for parts without rows and for obsm arrays of different widths.
         is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
         # Integers in files are converted to a floating type; arrays in memory keep their type. AnnData widens integers
@@ -195,15 +176,7 @@ def test_several_atlases_equal_those_joined_by_anndata(
     one_common = [name for name in expected.var_names if all(name in adata.var_names for adata in adatas)][:1]
     for some in (None, expected.var_names[::-3], one_common or expected.var_names[:1]):
         dataset = dasksc.scDataset(
-            got,
-            dasksc.BlockShuffling(4),
-            batch_size=7,
-            fetch_factor=3,
-            genes=some,
-            obs=["n"],
-            seed=1,
-            rank=0,
-            world_size=1,
+            got, dasksc.BlockShuffling(4), batch_size=7, fetch_factor=3, genes=some, obs=["n"], seed=1
         )
         values = dense(expected.X if some is None else expected[:, some].X)
         seen = []
@@ -220,22 +193,11 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write(atlas(i, 30 + i), folder / f"part{i}", kind) for i, kind in enumerate(["plain", "gzip", "zarr"])]
 
 
-@pytest.mark.parametrize("join", ["inner", "outer"])
-def test_a_list_of_genes_that_comes_again_does_not_move_the_genes(join: str, tmp_path: Path) -> None:
-    genes = [["a", "b", "c"], ["c", "d", "b"], ["a", "b", "c"], ["b", "e", "c"]]
-    atlases = [AnnData(np.eye(3, dtype="float32"), var=pd.DataFrame(index=one)) for one in genes]
-    paths = [write(one, tmp_path / str(i), "plain") for i, one in enumerate(atlases)]
-    expected = anndata.concat(atlases, join=join, fill_value=0)
-    found = dasksc.open(paths, join=join, **({"fill_value": 0} if join == "outer" else {}))
-    assert list(found.var_names) == list(expected.var_names)
-    np.testing.assert_array_equal(found.X.compute(), expected.X)
-
-
 def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path]) -> None:
     expected = dasksc.open([three[0], three[1], three[2]], join="outer", label="source")
     folder = three[0].parent
-    for same in (folder, {path.stem: path for path in three}):
-        assert_same(dasksc.open(same, join="outer", label="source"), expected.to_memory())
+    for one in (folder, {path.stem: path for path in three}):
+        assert_same(dasksc.open(one, join="outer", label="source"), expected.to_memory())
     assert list(expected.obs["source"].cat.categories) == ["part0", "part1", "part2"]
     some = dasksc.open(str(folder / "part*.h5ad"))
     assert some.n_obs == 61
@@ -253,23 +215,16 @@ def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) ->
 
 
 def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None:
-    parts = [atlas(0, 10), atlas(1, 12, columns=("cell_type",)), atlas(2, 8, columns=("n", "note"))]
+    parts = [atlas(0, 10), atlas(1, 12), atlas(2, 8)]
+    del parts[1].obs["n"], parts[1].obs["note"], parts[2].obs["cell_type"]
     paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
     assert_same(dasksc.open(paths, join="outer"), anndata.concat(parts, join="outer"))
     assert list(dasksc.open(paths, join="outer", obs=["note"]).obs.columns) == ["note"]
-    dataset = dasksc.scDataset(
-        dasksc.open(paths, join="outer"),
-        dasksc.Streaming(),
-        batch_size=30,
-        obs=["cell_type", "n"],
-        rank=0,
-        world_size=1,
-    )
+    both = dasksc.open(paths, join="outer")
+    dataset = dasksc.scDataset(both, dasksc.Streaming(), batch_size=30, obs=["cell_type", "n"])
     (batch,) = dataset
     assert (batch.obs["cell_type"] == -1).nonzero().flatten().tolist() == list(range(22, 30))
-    assert (
-        dataset.categories["cell_type"] == anndata.concat(parts, join="outer").obs["cell_type"].cat.categories.tolist()
-    )
+    assert dataset.categories["cell_type"] == both.obs["cell_type"].cat.categories.tolist()
     assert batch.obs["n"].isnan().nonzero().flatten().tolist() == list(range(10, 22))
     with pytest.raises(MissingKeyError, match="no column 'note'"):
         dasksc.open(paths, obs=["note"])
@@ -297,8 +252,8 @@ def test_types_stay_as_narrow_as_their_fill_values_allow(dtype: str, fill_value:
         got = dasksc.open(parts, join="outer", index_unique="-", fill_value=fill_value)
     expected = anndata.concat(parts, join="outer", index_unique="-", fill_value=fill_value)
     assert got.X.dtype == got.layers["twice"].dtype == np.dtype(wider or dtype)
-    np.testing.assert_array_equal(dense(got.X), dense(expected.X))
-    np.testing.assert_array_equal(dense(got.layers["twice"]), dense(expected.layers["twice"]))
+    np.testing.assert_array_equal(dense(got.X.compute()), dense(expected.X))
+    np.testing.assert_array_equal(dense(got.layers["twice"].compute()), dense(expected.layers["twice"]))
     refused = dasksc.scDataset(got, dasksc.Streaming(), 4, dtype="uint8", rank=0, world_size=1)
     if fill_value:
         with pytest.raises(InputError, match=f"{fill_value}.*uint8"):
@@ -312,7 +267,7 @@ def test_fetches_of_several_pickle_and_join(three: list[Path]) -> None:
     matrix = dasksc.AnnDataView(adata)._matrix("X", adata.X)
     rows = np.arange(0, adata.n_obs, 2)
     fetched = matrix.fetch(rows)
-    expected = dense(adata.X)[rows]
+    expected = dense(adata.X.compute())[rows]
     for one in (fetched, pickle.loads(pickle.dumps(fetched)), pickle.loads(pickle.dumps(matrix)).fetch(rows)):
         out = np.full(one.shape, 7, np.float32)
         one.gather(np.arange(len(rows)), out=out)
@@ -397,16 +352,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("pattern", "found"),
     [
         ("**/*.h5ad", ["A", "C", "D"]),
-        ("./**/*.h5ad", ["A", "C", "D"]),
         ("**/**/*.h5ad", ["A", "C", "D"]),
         ("**", ["A", "C", "Z", "D"]),
-        ("**/*", ["A", "C", "Z", "D"]),
-        ("**/*.zarr", ["Z"]),
         ("**/deep/*.h5ad", ["D"]),
-        ("sub/**/*.h5ad", ["C", "D"]),
         ("s*/**/[CD].h5ad", ["C", "D"]),
         ("*/*.h5ad", ["C"]),
-        ("s*", ["C", "Z"]),
         ("[As]*", ["A", "C", "Z"]),
     ],
 )
@@ -426,21 +376,13 @@ def test_matches_of_a_pattern_that_are_not_atlases_are_named(tree: Path) -> None
         dasksc.open(f"{tree}/empty/**")
 
 
-@pytest.mark.parametrize(
-    ("names", "keys"),
-    [
-        (["s1/filtered", "s2/filtered"], ["s1/filtered", "s2/filtered"]),
-        (["s1/filtered", "s2/filtered", "s2/other"], ["s1/filtered", "s2/filtered", "s2/other"]),
-        (["s1/x/filtered", "s2/x/filtered"], ["s1/x/filtered", "s2/x/filtered"]),
-        (["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"], ["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"]),
-    ],
-)
-def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, names: list[str], keys: list[str]) -> None:
-    paths = []
-    for i, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        paths.append(write(atlas(i, 3, GENES), tmp_path / name, "plain"))
-    assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == keys
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    names = ["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+    paths = [write(atlas(i, 3, GENES), tmp_path / name, "plain") for i, name in enumerate(names)]
+    for n in (2, 3):
+        assert dasksc.open(paths[:n], label="part").obs["part"].cat.categories.tolist() == names[:n]
 
 
 @pytest.mark.parametrize("what", ["*.h5ad", ""])
@@ -451,14 +393,10 @@ def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Pat
     alone, found = dasksc.open(path), dasksc.open(f"{tmp_path}/{what}")
     assert_same(found, alone.to_memory())
     assert found.uns["about"] == "it"
-    labelled = dasksc.open(f"{tmp_path}/{what}", label="batch", index_unique="-")
-    assert labelled.obs["batch"].tolist() == ["part"] * 6
-    assert labelled.obs_names.tolist() == [f"{name}-part" for name in alone.obs_names]
+    labelled = dasksc.open(f"{tmp_path}/{what}", label="batch", keys=["k"], index_unique="-")
+    assert labelled.obs["batch"].tolist() == ["k"] * 6
+    assert labelled.obs_names.tolist() == [f"{name}-k" for name in alone.obs_names]
     assert labelled.raw.obs_names.equals(labelled.obs_names)
-    assert list(labelled.var) == ["length"]
-    assert dasksc.open(f"{tmp_path}/{what}", label="batch", keys=["k"]).obs["batch"].tolist() == ["k"] * 6
-    with pytest.raises(MissingKeyError, match="'cell_typ'.*'cell_type'"):
-        dasksc.open(f"{tmp_path}/{what}", obs=["cell_typ"])
 
 
 def labelled(folder: Path, *columns: Any) -> list[Path]:
@@ -471,8 +409,8 @@ def labelled(folder: Path, *columns: Any) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("columns", [([0, 1], ["0", "1"]), ([True, False], ["True", "False"])], ids=str)
-def test_categories_of_several_types_are_no_labels(tmp_path: Path, columns: Any) -> None:
+def test_categories_of_several_types_are_no_labels(tmp_path: Path) -> None:
+    columns = [0, 1], ["0", "1"]
     adata = dasksc.open(labelled(tmp_path, *map(pd.Categorical, columns)))
     for use in (
         lambda: dasksc.scDataset(adata, obs=["kind"], seed=0),
@@ -480,9 +418,6 @@ def test_categories_of_several_types_are_no_labels(tmp_path: Path, columns: Any)
         lambda: dasksc.statistics(adata, by="kind"),
         lambda: dasksc.split(adata, by="kind"),
         lambda: dasksc.ClassBalancedSampling(np.array([*columns[0], *columns[1]], dtype=object)).get_len(adata),
-        lambda: dasksc.ClassBalancedSampling(
-            da.from_array(np.array([*columns[0], *columns[1]], dtype=object), chunks=2)
-        ).get_len(adata),
     ):
         with pytest.raises(InputError, match="kind|labels"):
             use()

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError, MissingKeyError
+from tests.support.sets import Own
 
 pytestmark = pytest.mark.core
 
@@ -94,12 +94,10 @@ def test_a_filter_holds_where_pandas_says_so(expression: str, path: Path) -> Non
 @pytest.mark.parametrize(
     "expression",
     [
-        "n_genes.__class__",
         "@n > 3",
         "__import__('os').system('true')",
         "n_genes.map(print)",
         "cell_type.str.__init__('x')",
-        "n_genes[0] == 1",
         "[x for x in n_genes]",
         "f'{n_genes}' == '1'",
         "n_genes.isin([x for x in (1, 2)])",
@@ -168,17 +166,7 @@ def test_a_missing_column_is_reported_with_similar_names(path: Path) -> None:
             dasksc.scDataset(data, dasksc.Streaming(), 8, filter="n_gene > 3")
 
 
-def some_rows(seed: int) -> list[int]:
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, N, rng.integers(40, 90)).tolist()
-
-
-def mask(seed: int) -> np.ndarray:
-    return (np.arange(N) < 60) | (np.random.default_rng(seed).random(N) < 0.5)
-
-
-SEEDS = st.integers(0, 2**32 - 1)
-ROWS = st.one_of(st.none(), SEEDS.map(some_rows), st.just(slice(10, 90)), SEEDS.map(mask))
+ROWS = st.sampled_from([None, slice(10, 90), OBS.n_genes.to_numpy() % 2 == 0, [5, 3, 3, 90, 7, *range(20, 70)]])
 
 
 @given(indices=ROWS, per_entry=st.booleans(), kind=st.sampled_from(["streaming", "weighted", "balanced"]))
@@ -190,8 +178,8 @@ def test_a_filter_keeps_the_matching_indices_of_a_strategy(indices: Any, per_ent
     values = chosen % 3 if per_entry else every % 3
     strategy: Any = {
         "streaming": dasksc.Streaming(indices),
-        "weighted": dasksc.BlockWeightedSampling(4, indices, weights=(values > 0).astype(float), total_size=400),
-        "balanced": dasksc.ClassBalancedSampling(np.where(values > 0, values, -1), 4, indices, total_size=400),
+        "weighted": dasksc.BlockWeightedSampling(4, indices, weights=(values > 0).astype(float), total_size=300),
+        "balanced": dasksc.ClassBalancedSampling(np.where(values > 0, values, -1), 4, indices, total_size=300),
     }[kind]
     dataset = dasksc.scDataset(atlas(), strategy, 64, filter="n_genes > 400", seed=0)
     kept = chosen[fits[chosen]]
@@ -209,15 +197,8 @@ def test_a_filter_without_matches_or_without_obs_is_refused() -> None:
     with pytest.raises(InputError, match="n_genes < 0.*obs"):
         dasksc.scDataset(np.ones((9, 2)), dasksc.Streaming(), 3, filter="n_genes < 0")
 
-    class Own(dasksc.SamplingStrategy):
-        def get_len(self, data_collection: Any) -> int:
-            return 3
-
-        def get_indices(self, data_collection: Any, seed: Any = None, rng: Any = None) -> Any:
-            return np.arange(3)
-
     with pytest.raises(InputError, match="rows_where"):
-        dasksc.scDataset(atlas(), Own(), 8, filter="n_genes > 0")
+        dasksc.scDataset(atlas(), Own(np.arange(3)), 8, filter="n_genes > 0")
 
 
 def test_a_state_of_another_filter_does_not_fit() -> None:
@@ -226,28 +207,3 @@ def test_a_state_of_another_filter_does_not_fit() -> None:
     )
     with pytest.raises(InputError, match="filter.*n_genes.*300"):
         second.load_state_dict(first.state_dict())
-
-
-def test_pieces_of_a_table_give_the_same_result_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    obs = pd.DataFrame(
-        {
-            "n": rng.integers(0, 9, 103).astype(float),
-            "kind": pd.Categorical(rng.choice(["a", "b", "c"], 103)),
-            "flag": rng.choice(np.array([True, False, None], dtype=object), 103),
-            "text": rng.choice(np.array(["x1", "y2", None], dtype=object), 103),
-        }
-    )
-    obs.loc[:20, "flag"] = None
-    obs["mixed"] = obs["text"].mask(obs.index < 20, 1)
-    expressions = [
-        "mixed.str.startswith('x') or mixed == 1",
-        "n > 3 and kind == 'b'",
-        "not flag",
-        "not text.str.startswith('x')",
-        "text.isna() or not flag",
-    ]
-    expected = [holds(expression, obs) for expression in expressions]
-    monkeypatch.setattr("dasksc.atlas.expressions._PIECE_ROWS", 10)
-    for expression, whole in zip(expressions, expected, strict=True):
-        assert np.array_equal(holds(expression, obs), whole)

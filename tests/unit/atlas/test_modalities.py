@@ -14,17 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-import torch
 import zarr
 from anndata import AnnData
 from anndata.io import write_elem
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError, MissingPathError
-from dasksc.storage import as_matrix
-from dasksc.storage.reordered import ReorderedMatrix
 
 pytestmark = pytest.mark.core
 
@@ -135,9 +130,7 @@ def test_each_batch_holds_the_same_cells_of_every_modality(tmp_path: Path, kind:
     assert set(batch) == {"rna", "prot", "atac", "obs", "index"}
     assert (set(batch.rna.layers), set(batch.prot.layers), set(batch.prot.obsm)) == ({"twice"}, set(), {"pca"})
     assert set(batch.obs) == {"rna:score", "prot:kind", *(["site"] if has_own else [])}
-    moved = batch.to("cpu")
-    assert isinstance(moved, dasksc.Batch)
-    assert isinstance(moved.rna, dasksc.Batch)
+    assert isinstance(batch.to("cpu").rna, dasksc.Batch)
     assert dataset.categories["prot:kind"] == ["a", "b"]
 
 
@@ -200,47 +193,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, use: Any, error: type[Exce
     path = store(tmp_path, "h5mu")
     with pytest.raises(error, match=fact):
         use(path)
-
-
-@given(
-    rows=st.lists(st.integers(0, 19), max_size=30),
-    wanted=st.lists(st.integers(0, 29), min_size=1, max_size=20),
-    layout=st.sampled_from(["csr", "dense"]),
-    compact=st.booleans(),
-)
-def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[int], layout: str, compact: bool) -> None:
-    values = np.random.default_rng(0).integers(0, 3, (20, 7)).astype(np.float32)
-    matrix = ReorderedMatrix(as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x"), np.array(rows, int))
-    numbers = np.sort(np.array([i for i in wanted if i < len(rows)], dtype=np.int64))
-    fetched = matrix.fetch(numbers)
-    if compact:
-        fetched = pickle.loads(pickle.dumps(fetched.compact()))
-    expected = values[np.array(rows, int)[numbers]]
-    out = np.empty(expected.shape, dtype=np.float32)
-    fetched.gather(np.arange(len(numbers)), out=out)
-    np.testing.assert_array_equal(out, expected)
-    indptr, indices, data = fetched.gather_csr(np.arange(len(numbers)))
-    np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
-
-
-def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path) -> None:
-    data = dasksc.Modalities(store(tmp_path, "h5mu"))
-
-    def sums(batch: Any) -> dict[str, torch.Tensor]:
-        return {"X_joint": torch.stack([batch[name].X.sum(dim=1) for name in ("rna", "prot")], dim=1)}
-
-    report = dasksc.predict(sums, data, tmp_path / "emb.zarr", batch_size=16)
-    assert report.n_predicted == len(COMMON)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        written = ad.read_zarr(tmp_path / "emb.zarr")
-    mod = {name: adata[data.obs_names] for name, adata in parts().items()}
-    expected = np.stack([np.asarray(mod[name].X.sum(axis=1)).reshape(-1) for name in ("rna", "prot")], axis=1)
-    np.testing.assert_allclose(written.obsm["X_joint"], expected)
-    assert list(written.obs_names) == list(data.obs_names)
-    # A single modality, opened as an atlas, has the same cells as `data`, so the predictions can be attached to it.
-    rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
-    np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
 
 
 @pytest.mark.parametrize("kind", ["zarr", "memory"])

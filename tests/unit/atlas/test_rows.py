@@ -1,11 +1,10 @@
-"""Passes over every row of an atlas: bytes per row, and results independent of the piece size."""
+"""Passes over every row of an atlas: bytes per row."""
 
 from __future__ import annotations
 
 import functools
 import tracemalloc
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,11 @@ import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
-from dasksc.conversion import converting, tables, writing
 from dasksc.storage import matrices
-from dasksc.storage.hdf5 import strings as hdf5_strings
 
 pytestmark = pytest.mark.faults
 
 N = 2**20
-PIECES = [(converting, "_PIECE_ROWS"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
-
-
-def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:
-    for module, name in PIECES:
-        patched.setattr(module, name, n)
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +90,13 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "first balanced batch": (balanced, 8, 1),
     "first filtered batch": (filtered, 16, 4),
     "rows_where": (lambda path: dasksc.rows_where(path, "n_counts >= 0"), 16, 4),
-    "split": (lambda path: dasksc.split(path), 16, 0),
     "split, stratified": (lambda path: dasksc.split(path, stratify="cell_type"), 16, 1),
-    "split by groups": (lambda path: dasksc.split(path, groups="cell_type"), 16, 1),
     "check": (checked, 8, 1),
     "describe": (lambda path: dasksc.describe(path, seconds=0), 8, 5),
-    "resume": (lambda path: resumed(path, dasksc.BlockShuffling(64), 64), 8, 0),
     "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
-    "resume in storage order": (lambda path: resumed(path, dasksc.Streaming(), 64), 8, 0),
     "resume in storage order, in other batches": (lambda path: resumed(path, dasksc.Streaming(), 128), 17, 0),
     # For joined files, a row is one row of each of the two files, so the limits are doubled.
     "first balanced batch of joined files": (lambda path: balanced([path, path]), 16, 2),
-    "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
-    "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
-    "check of joined files": (lambda path: checked([path, path]), 16, 2),
     # The columns of both files stay in memory until they have been copied into the joined columns.
     "describe of joined files": (lambda path: dasksc.describe([path, path], seconds=0), 16, 2 * 10),
 }
@@ -126,26 +110,3 @@ def test_passes_over_every_row_take_few_bytes_per_row(
     monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
     work, allowed, of_columns = WORKS[name]
     assert bytes_a_row(work, path_of, N, 2 * N) <= allowed + of_columns
-
-
-@pytest.mark.parametrize(
-    ("options", "n_files"), [({}, 1), ({"group_by": "cell_type", "verify": True}, 1), ({"filter": "n_counts >= 0"}, 2)]
-)
-def test_converting_takes_few_bytes_a_row_beside_the_columns(
-    options: dict[str, Any],
-    n_files: int,
-    path_of: Callable[[int], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    in_pieces_of(2**12, monkeypatch)
-    monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
-
-    def converted(path: str) -> Any:
-        target = tmp_path / "atlas.zarr"
-        data = path if n_files == 1 else [path] * n_files
-        return dasksc.convert(data, target, overwrite=True, **options)
-
-    # A filter copies the columns.
-    of_columns = (1 + 4) * (2 if "filter" in options else 1)
-    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= n_files * (16 + of_columns)

@@ -130,16 +130,6 @@ def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
         dasksc.split(chained, fractions=(0.5, 0.5), groups=["a", "b"])
 
 
-def test_a_seed_gives_one_split_and_others_give_others() -> None:
-    obs = pd.DataFrame({"donor": np.arange(3000) // 30})
-    for how in ({}, {"groups": "donor"}, {"by": "donor"}):
-        first, again, other = (dasksc.split(obs, **how, seed=seed) for seed in (0, 0, 1))
-        assert list(first) == ["train", "validation", "test"]
-        for name in first:
-            np.testing.assert_array_equal(first[name], again[name])
-        assert len(np.intersect1d(first["test"], other["test"])) < 200
-
-
 def test_what_cannot_be_split_is_refused() -> None:
     obs = pd.DataFrame({"donor": ["a", "b", None] * 10, "kind": [1, 2, 3] * 10})
     with pytest.raises(InputError, match="10.*30"):
@@ -154,14 +144,6 @@ def test_what_cannot_be_split_is_refused() -> None:
         dasksc.split(pd.DataFrame({"score": np.random.default_rng(0).random(600)}), stratify="score")
     with pytest.raises(InputError, match="repeat"):
         dasksc.split(obs, indices=[0, 1, 1, 5])
-
-
-class _Untouched:
-    """Data that must not be opened before the other arguments are checked."""
-
-    @property
-    def obs(self) -> pd.DataFrame:
-        raise AssertionError("the table was read before the arguments were checked")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +165,7 @@ class _Untouched:
 )
 def test_an_invalid_argument_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
-        dasksc.split(_Untouched(), **wrong)
+        dasksc.split("atlas that does not exist.h5ad", **wrong)
 
 
 def test_leaks_counts_shared_cells_donors_and_conditions_of_every_pair_of_parts():
@@ -193,18 +175,12 @@ def test_leaks_counts_shared_cells_donors_and_conditions_of_every_pair_of_parts(
 
     assert found["what"].tolist() == ["cells", "donor", "donor, gene"]
     assert found["shared"].tolist() == [1, 2, 1]
-    assert found["first cells"].tolist() == [1, 2, 1]
-    assert found["second cells"].tolist() == [1, 2, 1]
+    assert found["first cells"].tolist() == found["second cells"].tolist() == [1, 2, 1]
     assert found["examples"].tolist() == [[2], ["a", "b"], ["b, x"]]
     assert dasksc.leaks(obs, dasksc.split(obs, fractions=(0.5, 0.5)))["shared"].tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    ("parts", "by"), [({"train": [0]}, ()), ({"a": [0], "b": [9]}, ()), ({"a": [0], "b": [1]}, "donor")]
-)
-def test_leaks_refuses_invalid_parts_and_columns(parts, by):
-    with pytest.raises(dasksc.InputError):
-        dasksc.leaks(pd.DataFrame({"donor": ["a", "b"]}), parts, by)
+    for parts, by in ({"train": [0]}, ()), ({"a": [0], "b": [9]}, ()), ({"a": [0], "b": [1]}, "donor"):
+        with pytest.raises(InputError):
+            dasksc.leaks(obs, parts, by)
 
 
 LINES = ["K562", "RPE1", "Jurkat"]
@@ -271,29 +247,13 @@ def test_conditions_are_dealt_by_fractions_of_each_context(seed: int, fractions:
     obs = screen(n_genes=n_genes)
     parts = dasksc.split(obs, conditions=BY, control=CONTROL, fractions=fractions, seed=seed)
     check_condition_parts(obs, parts, np.arange(len(obs)))
-    expected = {
-        (0.8, 0.1, 0.1): {"train": 0.8, "validation": 0.1, "test": 0.1},
-        (0.5, 0.5): {"train": 0.5, "test": 0.5},
-    }
-    shares = fractions if isinstance(fractions, dict) else expected[fractions]
+    names = ["train", *(["validation"] if len(fractions) == 3 else []), "test"]
+    shares = fractions if isinstance(fractions, dict) else dict(zip(names, fractions, strict=True))
     assert list(parts) == list(shares)
     for name, share in shares.items():
         held = conditions_of(obs, parts[name])
         for line in LINES:
             assert abs(sum(one == line for one, _ in held) - share * n_genes) < 1
-
-
-def test_every_condition_is_held_out_as_often_as_another() -> None:
-    # Each of 300 seeds holds out 6 of 20 conditions. A condition is thus held out 90 times on average, with a standard
-    # deviation of 7.9; the test allows five standard deviations.
-    obs = screen(n=0)
-    counts = dict.fromkeys([f"G{i}" for i in range(20)], 0)
-    for seed in range(300):
-        parts = dasksc.split(obs, conditions=BY, hold_out={"line": "K562"}, few_shot=0.7, control=CONTROL, seed=seed)
-        for _, gene in conditions_of(obs, parts["test"]):
-            counts[gene] += 1
-    assert sum(counts.values()) == 300 * 6
-    assert all(abs(count - 90) < 40 for count in counts.values())
 
 
 @pytest.mark.parametrize(
@@ -304,21 +264,10 @@ def test_the_table_says_what_landed_where(control: Any, tmp_path: Path) -> None:
     obs = screen()
     path = tmp_path / "screen.h5ad"
     AnnData(obs=obs.set_axis(np.arange(len(obs)).astype(str)), X=np.zeros((len(obs), 1), "f4")).write_h5ad(path)
-    expected: Any = None
-    for data in (obs, path):
-        parts = dasksc.split(
-            data,
-            conditions=BY,
-            hold_out={"line": ["K562"]},
-            few_shot=0.25,
-            control=control,
-            fractions=(0.9, 0.1),
-            seed=3,
-        )
-        table = parts.table
-        if expected is not None:
-            pd.testing.assert_frame_equal(table, expected)
-        expected = table
+    options = {"hold_out": {"line": ["K562"]}, "few_shot": 0.25, "fractions": (0.9, 0.1), "seed": 3}
+    parts, again = (dasksc.split(data, conditions=BY, control=control, **options) for data in (obs, path))
+    table = parts.table
+    pd.testing.assert_frame_equal(table, again.table)
     assert table.index.name == "line"
     assert sorted(table.index) == sorted(LINES)
     for line in LINES:

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.output.elements import as_anndata_writes
 from dasksc.readers import names as cell_names
 from dasksc.readers.options import OpenOptions
+from tests.support.conversions import contents
 
 pytestmark = pytest.mark.core
 
@@ -36,25 +36,6 @@ def written(path: Path, names: list[str], *, dtype: Any = object, index_name: st
         adata = ad.AnnData(X, obs, obsm={"table": table})
         adata.write_h5ad(path) if path.suffix == ".h5ad" else adata.write_zarr(path)
     return path
-
-
-def content(store: Path) -> dict[str, Any]:
-    """Return the attributes and arrays of obs and of a table in obsm."""
-    found: dict[str, Any] = {}
-
-    def visit(group: zarr.Group, path: str) -> None:
-        found[path] = dict(group.attrs)
-        for name, item in group.members():
-            if isinstance(item, zarr.Group):
-                visit(item, f"{path}/{name}")
-            else:
-                values = np.asarray(item[...]).astype(object).tolist()
-                found[f"{path}/{name}"] = (dict(item.attrs), str(item.dtype), item.chunks, item.shape, values)
-
-    root = zarr.open_group(store, mode="r")
-    visit(root["obs"], "obs")
-    visit(root["obsm/table"], "table")
-    return found
 
 
 @settings(max_examples=settings.default.max_examples // 10)  # each takes long
@@ -89,7 +70,7 @@ def test_names_written_in_pieces_are_those_written_at_once(
         # Fail if cell names are read together with the obs table.
         with mock.patch("dasksc.readers.tables.read_names", side_effect=_of_genes):
             dasksc.convert(data, folder / "in pieces.zarr", **how)
-    assert content(folder / "in pieces.zarr") == content(folder / "at once.zarr")
+    assert contents(folder / "in pieces.zarr") == contents(folder / "at once.zarr")
 
 
 _read_names = cell_names.read_names

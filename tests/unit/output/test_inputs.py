@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import zarr
 from dasksc.output.inputs import token_of
 from dasksc.storage import RemoteLocation, open_matrix
 from dasksc.storage.zarr.reader import ZarrArray
-from tests.support.data import make_adata, write_store
+from tests.support.data import make_adata, write_store, zip_of
 from tests.support.servers import touch_later
 
 pytestmark = pytest.mark.core
@@ -42,13 +41,7 @@ def stored(folder: Path, layout: str, *, format: int = 3, zipped: bool = False, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(path, zarr_format=format)
-    if not zipped:
-        return path
-    archive = path.with_suffix(".zip")
-    with zipfile.ZipFile(archive, "w") as file:
-        for one in filter(Path.is_file, path.rglob("*")):
-            file.write(one, one.relative_to(path))
-    return archive
+    return zip_of(path) if zipped else path
 
 
 def in_memory(folder: Path, layout: str, **options: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import dask.array as da
@@ -133,12 +133,6 @@ def test_other_uses_of_known_functions_give_the_values_of_dense_rows(name: str) 
     assert sparse.dtype == whole.dtype
 
 
-def test_a_vectorized_function_without_a_type_is_computed_on_whole_chunks() -> None:
-    halves = np.vectorize(lambda value: 0 if value < 2 else value / 2)
-    array = to_dask(as_matrix(values(np.float32), "X")).map_blocks(halves, dtype=float, meta=np.empty((0, 0)))
-    assert type(matrix_of(array)) is DaskMatrix
-
-
 def test_a_block_with_unused_space_has_the_values_of_its_rows() -> None:
     block = with_stored_zeros(abs(values(np.float32)[2:4]))
     longer = block.copy()
@@ -162,56 +156,6 @@ def test_functions_that_do_not_know_sparse_blocks_are_refused_by_name(
 ) -> None:
     with pytest.raises(InputError, match=name):
         matrix_of(code(to_dask(as_matrix(with_stored_zeros(values("f4")), "X")))).fetch(np.arange(3))
-
-
-def test_a_wrapper_is_not_taken_for_the_function_that_it_wraps() -> None:
-    @wraps(np.sort)
-    def twice(block: Any) -> Any:
-        return block + block
-
-    block = values("i4")
-    matrix = matrix_of(to_dask(as_matrix(with_stored_zeros(block), "X")).map_blocks(twice))
-    np.testing.assert_array_equal(dense(gather_block(matrix.fetch(np.arange(5)), np.arange(5))), 2 * block[:5])
-
-
-def unordered() -> sp.csr_matrix:
-    """Return a matrix with two values at one position and unsorted columns."""
-    return sp.csr_matrix((np.arange(1, 6, dtype=np.float32), [3, 1, 3, 0, 0], [0, 3, 3, 5]), shape=(3, 5))
-
-
-def ordered(kind: Any = sp.csr_matrix) -> Any:
-    return kind(sp.random(7, 11, 0.4, format="csr", random_state=0, dtype=np.float32))
-
-
-def same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    assert one.dtype == other.dtype
-    np.testing.assert_array_equal(np.asarray(one.todense()), np.asarray(other.todense()))
-
-
-@pytest.mark.parametrize("kind", [sp.csr_matrix, sp.csr_array])
-def test_functions_of_values_share_places(kind: Any) -> None:
-    x = ordered(kind)
-    result = for_blocks(np.log1p)(x)
-    same(result, np.log1p(ordered(kind)))
-    assert np.shares_memory(result.indices, x.indices)
-    assert not np.shares_memory(result.data, x.data)
-    same(x, ordered(kind))
-
-
-@pytest.mark.parametrize("op", [operator.truediv, operator.mul])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("allow", [True, False])
-@pytest.mark.parametrize("make", [ordered, unordered])
-def test_scaling_is_the_same_and_shares_places(op: Any, axis: int, allow: bool, make: Any) -> None:
-    scaled = pytest.importorskip("scanpy._utils", reason="scanpy is not installed").axis_mul_or_truediv
-    x, y = make(), make()
-    scaling = np.linspace(0, 3, x.shape[axis]).astype("float32")
-    options = {"axis": axis, "op": op, "allow_divide_by_zero": allow}
-    result = for_blocks(scaled)(x, scaling, **options)
-    same(result, scaled(y, scaling, **options))
-    assert np.shares_memory(result.indices, x.indices) == y.has_canonical_format
-    same(x, y)
 
 
 @pytest.mark.parametrize("declared", [row_local, lambda function: function], ids=["row_local", "whole chunks"])

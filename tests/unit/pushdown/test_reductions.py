@@ -50,13 +50,6 @@ def test_sums_of_chunks_are_those_of_numpy(layout, method, axis, dtype, keepdims
     np.testing.assert_allclose(found, expected, rtol=1e-5 if dtype == "f4" else 1e-12)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 60, 61])
-def test_sums_do_not_depend_on_chunks(chunk_rows):
-    array, values = lazy("f8", chunk_rows=chunk_rows)
-    np.testing.assert_allclose(array.var(axis=0, split_every=2).compute(), values.var(axis=0))
-    np.testing.assert_allclose(array.std(axis=0, ddof=1).compute(), values.std(axis=0, ddof=1))
-
-
 def test_narrow_values_add_up_in_wide_types():
     values = sp.csr_matrix(np.full((40, 3), 255, dtype=np.uint8))
     array = to_dask(as_matrix(values, "made:/X"), chunk_rows=9)
@@ -99,21 +92,6 @@ def test_variances_about_a_large_mean_are_exact_enough():
     values = sp.csr_matrix(1e8 + rng.normal(size=(5_000, 2)))
     array = to_dask(as_matrix(values, "made:/X"), chunk_rows=300)
     np.testing.assert_allclose(array.var(axis=0).compute(), dense(values).var(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("layer", [None, "counts"])
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_normalized_atlases_have_sums(layout, layer, tmp_path):
-    adata = make_adata(40, 12, layout=layout)
-    adata.layers["counts"] = adata.X.copy()
-    normalized = dasksc.normalize(write_store(adata, tmp_path, "h5ad"), target_sum=1e4, layer=layer)
-    array = normalized.X if layer is None else normalized.layers[layer]
-    values = dense(array.compute())
-    for method in METHODS:
-        for axis in (None, 0, 1):
-            found = getattr(array, method)(axis=axis, keepdims=True).compute()
-            expected = getattr(values, method)(axis=axis, keepdims=True)
-            np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

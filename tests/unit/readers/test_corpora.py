@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -162,13 +163,12 @@ def test_values_written_after_an_experiment_was_opened_are_not_read(experiment: 
     assert dense(dasksc.open(copy, reader_options=CHOSEN).X.compute())[1, 0] == 31
 
 
-def test_a_fetch_decodes_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_decodes_each_row_group_once(tmp_path: Path) -> None:
     path, options = write_parquet(source(), tmp_path)
     matrix = matrix_of(dasksc.open(path, reader_options=options).X)
-    decoded, read = [], ParquetMatrix._group
-    monkeypatch.setattr(ParquetMatrix, "_group", lambda self, number: decoded.append(number) or read(self, number))
-    matrix.fetch(np.array([0, 1, 19, 40, 41, 102]))
-    assert decoded == [0, 2, 5]
+    with mock.patch.object(ParquetMatrix, "_group", autospec=True, side_effect=ParquetMatrix._group) as decoded:
+        matrix.fetch(np.array([0, 1, 19, 40, 41, 102]))
+    assert [call.args[1] for call in decoded.call_args_list] == [0, 2, 5]
 
 
 def test_a_table_of_cells_is_joined_by_its_key(tmp_path: Path) -> None:
@@ -184,6 +184,17 @@ def test_a_table_of_cells_is_joined_by_its_key(tmp_path: Path) -> None:
         dasksc.open(path, reader_options=options)
 
 
+def lists(folder: Path, genes: Any, expressions: Any) -> Any:
+    """Return the atlas of a Parquet file with these lists."""
+    pa = pytest.importorskip("pyarrow")
+    given = {
+        "genes": pa.array(genes, pa.list_(pa.int64())),
+        "expressions": pa.array(expressions, pa.large_list(pa.float32())),
+    }
+    path, options = write_parquet(source()[: len(genes)].copy(), folder, **given)
+    return dasksc.open(path, reader_options=options)
+
+
 @pytest.mark.parametrize(
     ("genes", "expressions", "facts"),
     [
@@ -197,29 +208,15 @@ def test_a_table_of_cells_is_joined_by_its_key(tmp_path: Path) -> None:
     ],
 )
 def test_bad_lists_are_refused_by_row(tmp_path: Path, genes: Any, expressions: Any, facts: str) -> None:
-    pa = pytest.importorskip("pyarrow")
-    adata = source()[: len(genes)].copy()
-    given = {
-        "genes": pa.array(genes, pa.list_(pa.int64())),
-        "expressions": pa.array(expressions, pa.list_(pa.float32())),
-    }
-    path, options = write_parquet(adata, tmp_path, **given)
-    data = dasksc.open(path, reader_options=options)
     with pytest.raises(dasksc.CorruptDataError, match=rf"cells\.parquet.*{facts}"):
-        data.X.compute()
+        lists(tmp_path, genes, expressions).X.compute()
 
 
 def test_empty_cells_and_repeated_genes_are_those_of_csr(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    given = {
-        "genes": pa.array([[], [5, 3, 5], [1]], pa.large_list(pa.int32())),
-        "expressions": pa.array([[], [1, 2, 3], [-2]], pa.large_list(pa.int16())),
-    }
-    path, options = write_parquet(source()[:3].copy(), tmp_path, **given)
-    data = dasksc.open(path, reader_options=options)
-    by_token = dict(zip(data.var["token_id"], range(N_VARS), strict=True))
+    data = lists(tmp_path, [[], [5, 3, 5], [1]], [[], [1, 2, 3], [-2]])
     expected = np.zeros((3, N_VARS))
-    expected[1, by_token[5]], expected[1, by_token[3]] = 4, 2
+    expected[1, data.var["token_id"].to_list().index(5)] = 4
+    expected[1, data.var["token_id"].to_list().index(3)] = 2
     np.testing.assert_array_equal(dense(data.X.compute()), expected)
 
 

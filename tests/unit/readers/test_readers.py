@@ -142,7 +142,3 @@ def test_tables_obsm_and_raw_of_old_files_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(adata.X.compute(), rows)
     np.testing.assert_array_equal(np.asarray(adata.obsm["X_pca"]), rows + 1)
     np.testing.assert_array_equal(dasksc.open(path, raw=True).X.compute(), rows + 2)
-    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, obs=["kind"], obsm=["X_pca"])
-    batch = next(iter(dataset))
-    np.testing.assert_array_equal(batch.obsm["X_pca"], rows + 1)
-    assert dataset.categories["kind"] == ["T", "B"]

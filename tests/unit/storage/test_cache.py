@@ -38,17 +38,6 @@ def server(tmp_path: Path) -> Iterator[HTTPServer]:
         yield server
 
 
-def test_what_was_read_is_not_requested_again(tmp_path: Path) -> None:
-    thing, cache = Object(3 * BLOCK_BYTES - 1000), cache_in(tmp_path)
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        start, stop = sorted(rng.integers(0, len(thing.data) + 1, 2).tolist())
-        if start < stop:
-            thing.read(cache, start, stop)
-    bases = [start for start, _ in thing.requests]
-    assert sorted(bases) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
-
-
 @pytest.mark.parametrize("damage", ["cut", "longer", "empty"])
 def test_an_incomplete_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
     thing, cache = Object(BLOCK_BYTES + 5), cache_in(tmp_path)

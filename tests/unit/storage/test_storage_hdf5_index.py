@@ -97,17 +97,6 @@ def test_a_tree_of_three_levels_is_walked(deep: Path) -> None:
     assert ours(deep).skipped.sum() == 2_500
 
 
-def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "x.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file.create_dataset("X", data=np.ones((30, 8)), chunks=(3, 4))
-    # If a writer shrinks a dataset without removing its chunks, the tree keeps records of chunks beyond the new shape.
-    path.write_bytes(path.read_bytes().replace(struct.pack("<QQ", 30, 8), struct.pack("<QQ", 12, 4), 1))
-    same(ours(path), theirs(path))
-    assert len(ours(path).offsets) == 4
-    assert (ours(path).offsets >= 0).all()
-
-
 def test_a_file_that_is_being_written_is_left_to_hdf5(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
@@ -180,19 +169,13 @@ DAMAGES: dict[str, tuple[Callable[[int, int, int, int], tuple[int, str, int]], s
     "a loop": (lambda root, middle, leaf, size: (child_at(root, 0), "<Q", root), "a node of level 1"),
     "a leaf twice": (lambda root, middle, leaf, size: (child_at(middle, 1), "<Q", leaf), "not in order"),
     "no node": (lambda root, middle, leaf, size: (child_at(middle, 0), "<Q", 0), "a node of level 0"),
-    "a node of groups": (lambda root, middle, leaf, size: (leaf + 4, "<B", 0), "a node of level 0"),
-    "a wrong level": (lambda root, middle, leaf, size: (leaf + 5, "<B", 3), "a node of level 0"),
     "too many children": (lambda root, middle, leaf, size: (leaf + 6, "<H", 65), "more than 64 children"),
     "a node beyond the end": (
         lambda root, middle, leaf, size: (child_at(middle, 0), "<Q", size - NODE_BYTES + 1),
         "beyond the end",
     ),
-    "a node nowhere": (lambda root, middle, leaf, size: (child_at(middle, 0), "<Q", 2**64 - 1), "beyond the end"),
     "a chunk beyond the end": (lambda root, middle, leaf, size: (child_at(leaf, 0), "<Q", size), "beyond the end"),
-    "a chunk nowhere": (lambda root, middle, leaf, size: (child_at(leaf, 0), "<Q", 2**64 - 1), "beyond the end"),
-    "a chunk twice": (lambda root, middle, leaf, size: (record_at(leaf, 1) + 8, "<Q", 0), "not in order"),
     "a chunk between": (lambda root, middle, leaf, size: (record_at(leaf, 1) + 8, "<Q", 4), "impossible position"),
-    "a chunk inside": (lambda root, middle, leaf, size: (record_at(leaf, 0) + 16, "<Q", 1), "impossible position"),
     "a high root": (lambda root, middle, leaf, size: (root + 5, "<B", 255), "a node of level 254"),
 }
 
@@ -230,42 +213,31 @@ def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, t
     assert sum(len(call.args[1]) for call in reads.call_args_list) <= len(data) // NODE_BYTES
 
 
-USER_BLOCKED: dict[str, dict[str, Any]] = {
-    "contiguous": {},
-    "chunked": {"chunks": (7, 20)},
-    "narrow chunks": {"chunks": (7, 6)},
-    "gzip": {"chunks": (7, 20), "compression": "gzip"},
-}
+USER_BLOCKED: list[dict[str, Any]] = [{}, {"chunks": (7, 6)}, {"chunks": (7, 20), "compression": "gzip"}]
 
 
-@pytest.mark.parametrize(
-    ("how", "libver"),
-    [("contiguous", "latest"), ("chunked", "earliest"), ("narrow chunks", "latest"), ("gzip", "earliest")],
-)
-def test_behind_a_user_block_values_are_read_where_they_lie(how: str, libver: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", USER_BLOCKED, ids=str)
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_behind_a_user_block_values_are_read_where_they_lie(how: dict[str, Any], libver: str, tmp_path: Path) -> None:
     path = tmp_path / "blocked.h5mu"
     values = np.arange(1200, dtype=np.float32).reshape(60, 20)
     with h5py.File(path, "w", userblock_size=512, libver=libver) as file:
         file.create_dataset("before", data=values[::-1])
-        file.create_dataset("X", data=values, **USER_BLOCKED[how])
-    with h5py.File(path) as file:
-        local = LocalFile(FileIdentity.of(str(path)))
-        array = direct_array(local, file["X"], label="X", use_mmap=True)
-        assert isinstance(array, PlainArray | ChunkedArray)
-    rows = np.array([0, 3, 6, 7, 59])
-    fetched = open_matrix(path, "X").fetch(rows)
-    out = np.empty((5, 20), dtype=np.float32)
-    fetched.gather(np.arange(5), out=out)
+        file.create_dataset("X", data=values, **how)
+    matrix = open_matrix(path, "X")
+    assert isinstance(matrix.arrays[0], PlainArray | ChunkedArray)
+    rows, out = np.array([0, 3, 6, 7, 59]), np.empty((5, 20), dtype=np.float32)
+    matrix.fetch(rows).gather(np.arange(5), out=out)
     np.testing.assert_array_equal(out, values[rows])
 
 
-@pytest.mark.parametrize("how", USER_BLOCKED)
+@pytest.mark.parametrize("how", USER_BLOCKED, ids=str)
 def test_values_that_are_not_where_hdf5_says_are_left_to_it(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "blocked.h5"
     with h5py.File(path, "w", userblock_size=512) as file:
-        file.create_dataset("X", data=np.arange(1200.0).reshape(60, 20), **USER_BLOCKED[how])
+        file.create_dataset("X", data=np.arange(1200.0).reshape(60, 20), **how)
     # Some versions of HDF5 ignore the user block in offsets.
     read = LocalFile.read
     monkeypatch.setattr(LocalFile, "read", lambda self, offset, into: read(self, offset - 512, into))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -45,27 +43,6 @@ def test_links_to_other_files_are_followed(tmp_path: Path, chunks: Any) -> None:
         file["soft"] = h5py.SoftLink("/X")
     np.testing.assert_array_equal(read(tmp_path / "linking.h5"), VALUES)
     np.testing.assert_array_equal(read(tmp_path / "linking.h5", "soft"), VALUES)
-
-
-def test_edge_chunks_stored_without_filters_are_read(tmp_path: Path) -> None:
-    libraries = (
-        re.findall(r"/\S*libhdf5[-.\w]*\.so\S*", Path("/proc/self/maps").read_text()) if os.path.exists("/proc") else []
-    )
-    library = next((name for name in libraries if "_hl" not in name), None)
-    if library is None:
-        pytest.skip("the library of h5py is not found")
-    set_chunk_options = ctypes.CDLL(library).H5Pset_chunk_opts
-    set_chunk_options.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    for name in ("shuffle", "deflate"):
-        path = tmp_path / f"{name}.h5"
-        with h5py.File(path, "w", libver="latest") as file:
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            plist.set_chunk((16, 6))
-            plist.set_shuffle() if name == "shuffle" else plist.set_deflate(4)
-            assert set_chunk_options(plist.id, 2) >= 0
-            space = h5py.h5s.create_simple(VALUES.shape)
-            h5py.Dataset(h5py.h5d.create(file.id, b"X", h5py.h5t.IEEE_F32LE, space, plist))[...] = VALUES
-        np.testing.assert_array_equal(read(path), VALUES)
 
 
 def wait_for_the_clock_of(folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import anndata as ad
 import dask.array as da
-import h5py
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -18,7 +17,7 @@ import zarr
 
 import dasksc
 from dasksc.errors import CorruptDataError, FetchError, InputError
-from dasksc.pushdown import matrix_of
+from dasksc.pushdown import gather_block, matrix_of
 from tests.support.data import (
     dense,
     write_store,
@@ -37,101 +36,30 @@ STORED: dict[str, list[float]] = {
     "float64": [-1.5, 300, 2**40],
 }
 
-BY_ROW: dict[str, Callable[[Any], Any]] = {
-    "X ** 2": lambda x: x**2,
-    "X * 10": lambda x: x * 10,
-    "-X": lambda x: -x,
-    "X - 1": lambda x: x - 1,
-    "X / 3": lambda x: x / 3,
-    "log1p": da.log1p,
-    "sqrt": da.sqrt,
-    "astype": lambda x: x.astype(np.float64) * 1000,
-    "X * X": lambda x: x * x,
-}
+BY_ROW: list[Callable[[Any], Any]] = [lambda x: x**2, lambda x: x * 10, lambda x: x - 1, da.log1p]
 
 
-def atlas_of(dtype: str, layout: str) -> tuple[ad.AnnData, np.ndarray]:
-    """Return an atlas with large values of a type in X, a layer and an obsm array, and X as float64."""
-    rng = np.random.default_rng(3)
-    values = np.array([0, 0, *STORED[dtype]])[rng.integers(0, 2 + len(STORED[dtype]), (23, 9))].astype(dtype)
-    # SciPy has no float16; `make_float16` replaces the values in the file.
-    X = sp.csr_matrix(values.astype("float32") if dtype == "float16" else values) if layout == "csr" else values
-    return ad.AnnData(X=X, layers={"same": X.copy()}, obsm={"rep": values[:, :4]}), values.astype(np.float64)
-
-
-def make_float16(path: Path) -> None:
-    root = h5py.File(path, "r+") if path.suffix == ".h5ad" else zarr.open_group(path, mode="r+")
-    for name in ("X", "layers/same"):
-        values = root[f"{name}/data"][:].astype("float16")
-        del root[f"{name}/data"]
-        if isinstance(root, h5py.File):
-            root[f"{name}/data"] = values
-        else:
-            root[name].create_array("data", data=values)
-    if isinstance(root, h5py.File):
-        root.close()
-
-
-def stores_of(dtype: str, layout: str, folder: Path) -> tuple[dict[str, Path], np.ndarray]:
-    """Write the atlas with AnnData in both formats and with `convert`; return the paths, and X as float64."""
-    adata, values = atlas_of(dtype, layout)
-    paths = {format: write_store(adata, folder, format, name=f"{dtype}-{layout}") for format in ("h5ad", "zarr3")}
-    if (dtype, layout) == ("float16", "csr"):
-        for path in paths.values():
-            make_float16(path)
-    paths["converted"] = folder / f"{dtype}-{layout}-converted.zarr"
-    dasksc.convert(paths["h5ad"], paths["converted"], order="keep", verify=True)
-    return paths, values
-
-
-def rows_of(array: Any) -> np.ndarray:
-    """Return all rows of a Dask array, gathered as for batches."""
-    matrix = matrix_of(array)
-    fetched = matrix.fetch(np.arange(matrix.shape[0]))
-    assert fetched.dtype == matrix.dtype == array.dtype
-    out = np.empty(matrix.shape, dtype=matrix.dtype)
-    fetched.gather(np.arange(matrix.shape[0]), out=out)
-    return out
-
-
-@pytest.mark.parametrize(("dtype", "layout"), [("uint8", "csr"), ("int32", "dense"), ("float16", "csr")])
+@pytest.mark.parametrize(("dtype", "layout"), [("uint8", "csr"), ("int32", "dense"), ("float16", "dense")])
 def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, layout: str, tmp_path: Path) -> None:
-    paths, expected = stores_of(dtype, layout, tmp_path)
-    for format, path in paths.items():
+    values = np.resize([0, 0, *STORED[dtype]], (23, 9)).astype(dtype)
+    X, expected = sp.csr_matrix(values) if layout == "csr" else values, values.astype(np.float64)
+    adata = ad.AnnData(X, layers={"same": X.copy()}, obsm={"rep": values})
+    paths = write_store(adata, tmp_path, "h5ad"), tmp_path / "converted.zarr"
+    dasksc.convert(*paths, order="keep", verify=True)
+    for path in paths:
         adata = dasksc.open(path)
-        arrays = {"X": (adata.X, expected), "layer": (adata.layers["same"], expected)}
-        arrays["obsm"] = adata.obsm["rep"], expected[:, :4]
-        assert len({str(array.dtype) for array, _ in arrays.values()}) == 1
-        for key, (array, of) in arrays.items():
-            assert array.dtype.kind == "f" == array.compute().dtype.kind, (format, key)
-            assert array.dtype == array._meta.dtype == array.compute().dtype
-            np.testing.assert_array_equal(dense(array.compute()), of)
-            if key != "X":
-                continue
-            with np.errstate(all="ignore"):
-                for name, code in BY_ROW.items():
-                    wanted = code(da.from_array(of)).compute(scheduler="synchronous")
-                    np.testing.assert_allclose(
-                        rows_of(code(array)), wanted, rtol=1e-5, err_msg=f"{format}, {key}, {name}"
-                    )
-                # Dask cannot sum sparse blocks.
-                blocks = array.map_blocks(dense, dtype=array.dtype, meta=np.empty((0, 0), array.dtype))
-                total = blocks.sum(axis=0).compute(scheduler="synchronous")
-            np.testing.assert_allclose(total, of.sum(axis=0), rtol=1e-5, err_msg=f"{format}, {key}, sum")
+        for array in (adata.X, adata.layers["same"], adata.obsm["rep"]):
+            assert array.dtype.kind == "f"
+            assert array.dtype == adata.X.dtype == array._meta.dtype == array.compute().dtype
+            np.testing.assert_array_equal(dense(array.compute()), expected)
+        with np.errstate(all="ignore"):
+            for code in BY_ROW:
+                wanted = code(da.from_array(expected)).compute(scheduler="synchronous")
+                found = gather_block(matrix_of(code(adata.X)).fetch(np.arange(23)), np.arange(23))
+                np.testing.assert_allclose(dense(found), wanted, rtol=1e-5)
         for requested in ("float32", None):
             batch = next(iter(dasksc.scDataset(path, dasksc.Streaming(), batch_size=23, dtype=requested)))
             np.testing.assert_allclose(batch.numpy(), expected.astype(requested or adata.X.dtype), rtol=0)
-
-
-def test_joined_stores_of_several_stored_types_compute_in_a_type_that_holds_all(tmp_path: Path) -> None:
-    parts = {dtype: stores_of(dtype, "csr", tmp_path) for dtype in ("uint8", "uint32")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        joined = dasksc.open([paths["converted"] for paths, _ in parts.values()], index_unique="-")
-    expected = np.concatenate([values for _, values in parts.values()])
-    assert joined.X.dtype == "float64"
-    np.testing.assert_allclose(rows_of(joined.X**2), expected**2, rtol=1e-6)
-    np.testing.assert_array_equal(rows_of(-joined.X), -expected)
 
 
 def set_attribute(store: Path, value: dict[str, str]) -> None:
@@ -167,21 +95,16 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
 @pytest.mark.parametrize("stored", ["int32", "float32", "float64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_of_two_bytes_round_the_float32_values(dtype: Any, stored: str, layout: str, genes: Any) -> None:
-    values = np.array([*STORED[stored], *np.random.default_rng(0).integers(0, 250, 1000)]).astype(stored)
-    if dtype == torch.float16:
-        values = np.clip(values, -65_000, 65_000)
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 250, 1000).astype(stored)
     if values.dtype.kind == "f":
-        # Exponents from those of subnormal numbers on
-        largest = 0x7F7F0000 if dtype == torch.bfloat16 else 0x477FE000
-        bits = np.random.default_rng(0).integers(0 if dtype == torch.bfloat16 else 0x32000000, largest, 1000)
-        bits = bits.astype(np.uint32)
-        values[-1000:] = bits.view(np.float32) * np.where(np.arange(1000) % 2, 1, -1)
-        # Ties between two neighbors, the largest value that does not become infinity, and special values
-        ties = [0x3F808000, 0x3F818000, 0x7F7F7FFF]
+        # Exponents from those of subnormal numbers on; ties between two neighbors, and the largest finite value
+        limits, ties = (0, 0x7F7F0000), [0x3F808000, 0x3F818000, 0x7F7F7FFF]
         if dtype == torch.float16:
-            ties = [0x3F801000, 0x3F803000, 0x477FEFFF]
-        ties = np.array(ties, dtype=np.uint32).view(np.float32)
-        values[:6] = [*ties, np.inf, -np.inf, np.nan]
+            limits, ties = (0x32000000, 0x477FE000), [0x3F801000, 0x3F803000, 0x477FEFFF]
+        bits = np.array([*ties, *rng.integers(*limits, 997)], dtype=np.uint32)
+        values[:] = bits.view(np.float32) * rng.choice([1, -1], 1000)
+        values[-3:] = np.inf, -np.inf, np.nan
     X = sp.csr_matrix(np.resize(values, (250, 4)))
     for row in range(125, 250):  # rows of unsorted columns
         for part in (X.data, X.indices):
@@ -220,12 +143,10 @@ def test_a_value_that_becomes_infinite_in_bfloat16_is_refused_with_its_row(
     ("stored", "value", "requested", "layout", "tensors"),
     [
         ("float32", -1.0, "uint8", "csr", "csr"),
-        ("float32", 300.0, "uint8", "csr", "dense"),
         ("float64", np.nan, "int32", "dense", "dense"),
         ("uint64", 2**64 - 1, "int64", "csr", "dense"),
         ("float32", 70_000.0, "float16", "csr", "dense"),
-        ("float32", 70_000.0, "float16", "dense", "csr"),
-        ("int32", 65_536, "uint16", "csr", "csr"),
+        ("int32", 65_536, "uint16", "csr", "dense"),
         ("float32", 1.5, "uint16", "dense", "dense"),
     ],
 )
@@ -240,28 +161,19 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     # The other rows fit, and are returned unchanged.
     fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=requested, layout=tensors)
     (batch,) = fitting
-    if tensors == "csr":
-        parts = batch.values().numpy(), batch.col_indices().numpy(), batch.crow_indices().numpy()
-        # SciPy has no float16, and PyTorch lacks arithmetic for some types.
-        batch = torch.from_numpy(sp.csr_matrix((parts[0].astype(np.float64), *parts[1:]), shape=(2, 3)).toarray())
-    np.testing.assert_array_equal(batch.numpy(), X[:2])
+    np.testing.assert_array_equal(batch.to_dense().numpy(), X[:2])
 
 
-@pytest.mark.parametrize(
-    ("stored", "value", "layout", "tensors"),
-    [
-        ("int64", 2**53 + 1, "csr", "dense"),
-        ("uint64", 2**64 - 1, "csr", "csr"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "value"), [("int64", 2**53 + 1), ("uint64", 2**64 - 1)])
+@pytest.mark.parametrize("tensors", ["dense", "csr"])
 def test_an_integer_that_float64_rounds_is_refused_with_its_row(
-    stored: str, value: int, layout: str, tensors: str, tmp_path: Path
+    stored: str, value: int, tensors: str, tmp_path: Path
 ) -> None:
     X = np.array([[0, 1, 2**60], [3, 0, 2**53], [5, value, 6]], dtype=stored)
     other = X.astype("float64")
     other[2, 1] = 4
     path, narrow = (
-        write_store(ad.AnnData(X=sp.csr_matrix(one) if layout == "csr" else one), tmp_path, "h5ad", name)
+        write_store(ad.AnnData(X=sp.csr_matrix(one)), tmp_path, "h5ad", name)
         for one, name in ((X, "wide"), (other, "narrow"))
     )
     options: dict[str, Any] = {"strategy": dasksc.Streaming(), "batch_size": 6, "layout": tensors}

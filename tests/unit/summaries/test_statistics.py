@@ -10,14 +10,12 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import scanpy as sc
 import scipy.sparse as sp
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dasksc
 from dasksc import InputError, MissingKeyError, WrongTypeError
-from dasksc.kernels import moments as kernels
-from dasksc.summaries.reading import Groups, Moments
+from dasksc.summaries.reading import Groups
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -39,9 +37,6 @@ def assert_are(found: pd.DataFrame, values: Any) -> None:
     assert (found["n"] == len(dense(values))).all()
     for name, expected in expected_of(values).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9)
-
-
-# --- Genes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,47 +102,8 @@ def test_variances_about_a_large_mean_are_right_in_many_rows():
         np.testing.assert_allclose(found.groups.layers["var"][i], part.var(axis=0, ddof=1), rtol=1e-6)
 
 
-# --- Groups ---------------------------------------------------------------------------------------------
-
-
-VALUES = st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.5, -3.0, 1e8, 1e8 + 1])
-
-
-@given(
-    cells=st.lists(st.tuples(st.integers(0, 2), st.lists(VALUES, min_size=4, max_size=4)), max_size=12),
-    size=st.integers(1, 5),
-)
-def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
-    codes = np.array([code for code, _ in cells], dtype=np.int64)
-    values = np.array([row for _, row in cells], dtype=np.float64).reshape(-1, 4)
-    n_rows, sums = np.bincount(codes, minlength=3), np.zeros((3, 4, 4))
-    for start in range(0, len(cells), size):
-        part, own = sp.csr_matrix(values[start : start + size]), codes[start : start + size]
-        kernels.add_moments(part.indptr, part.indices, part.data, own, np.argsort(own, kind="stable"), sums)
-    n_nonzero, *results = np.empty((3, 4), dtype=np.int64), *np.empty((3, 3, 4))
-    kernels.finish_moments(sums, n_rows, n_nonzero, *results)
-    moments = Moments(n_rows, n_nonzero, *results)
-    exact = values.astype(np.longdouble)
-    for group in range(3):
-        own = exact[codes == group]
-        np.testing.assert_allclose(moments.sum[group], own.sum(axis=0).astype(float), rtol=1e-12)
-        if len(own) > 1:
-            variance = own.var(axis=0, ddof=1).astype(float)
-            np.testing.assert_allclose(moments.variance()[group], variance, rtol=1e-6, atol=1e-9)
-    if len(cells):
-        mean, squares = moments.over_all()
-        np.testing.assert_allclose(mean, exact.mean(axis=0).astype(float), rtol=1e-12)
-        expected = ((exact - exact.mean(axis=0)) ** 2).sum(axis=0).astype(float)
-        np.testing.assert_allclose(squares, expected, rtol=1e-6, atol=1e-9)
-    kinds = kernels.kinds_of(values.reshape(-1))
-    assert bool(kinds & kernels.NEGATIVE) == bool((values < 0).any())
-    assert bool(kinds & kernels.FRACTIONS) == bool((values == 2.5).any())
-    assert not kinds & kernels.NOT_A_NUMBER
-
-
 @pytest.mark.parametrize("by", ["cell_type", ["cell_type", "flag"]])
 def test_groups_are_laid_out_as_scanpy_does(by, tmp_path):
-    sc = pytest.importorskip("scanpy")
     adata = make_adata(200, 17)
     adata.obs["flag"] = adata.obs["flag"].astype(str)
     theirs = sc.get.aggregate(adata, by, NAMES)
@@ -196,11 +152,7 @@ def test_columns_may_have_more_combinations_than_an_integer_can_number():
     assert sorted(groups.codes(slice(None))) == list(range(3000))
 
 
-# --- Cells ----------------------------------------------------------------------------------------------
-
-
 def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
-    sc = pytest.importorskip("scanpy")
     adata = make_adata(60, 17)
     adata.var["mito"] = adata.var_names.str.endswith(("1", "5"))
     adata.var["none"] = False

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc import InputError, MissingKeyError
-from tests.support.data import sample, write_store
+from tests.support.data import write_store
 
 pytestmark = pytest.mark.core
 
@@ -80,32 +80,6 @@ def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
         assert np.isclose(chosen, ours.loc[gene, "variances_norm"], rtol=1e-6, atol=1e-12).any(), gene
 
 
-# The last atlas is used without batches: in batches of 35 cells, many genes have identical scores.
-REAL = [("pbmc_5k_protein_v3", "batch"), ("brainlarge_dataset_test", None)]
-
-
-def real(name: str) -> ad.AnnData:
-    path = sample(f"{name}.h5ad")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about duplicate names
-        stored = ad.read_h5ad(path)
-    counts = sp.csr_matrix(stored.X).astype(np.float32)
-    obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
-    return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
-
-
-@pytest.mark.parametrize(("name", "batch_key"), REAL)
-def test_genes_of_a_real_atlas_are_those_of_scanpy(name, batch_key):
-    adata = real(name)
-    try:
-        theirs = of_scanpy(adata, 100, batch_key)
-    except ValueError:  # the atlas has too few cells for the fit
-        with pytest.raises(InputError, match="batch"):
-            dasksc.highly_variable_genes(adata, 100, batch_key=batch_key)
-        return
-    assert_same(dasksc.highly_variable_genes(adata, 100, batch_key=batch_key), theirs)
-
-
 @pytest.mark.parametrize(("batch_key", "n_top_genes"), [(None, 1000), ("batch", 50)])
 def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tmp_path):
     adata = made_up()
@@ -115,26 +89,6 @@ def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tm
     assert_same(ours, theirs)
     assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()
     assert ours["highly_variable"].dtype == bool
-
-
-def sparse_counts() -> ad.AnnData:
-    """Return an atlas in which many genes have few counts per batch and thus identical scores.
-
-    The same happens in a real atlas from which rarely expressed genes were not removed.
-    """
-    rng = np.random.default_rng(0)
-    counts = rng.poisson(rng.lognormal(-2, 1.3, 2_000), (900, 2_000)).astype(np.float32)
-    obs = pd.DataFrame({"batch": pd.Categorical(np.arange(900) % 3)}, index=np.arange(900).astype(str))
-    return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
-
-
-def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them():
-    theirs = of_scanpy(sparse_counts(), 400, "batch")
-    if hasattr(importlib.import_module("scanpy.preprocessing._highly_variable_genes"), "aggregate"):
-        pytest.skip("the moments of scanpy 1.12 differ from those of dasksc in the last bits, which decide ties")
-    ours = dasksc.highly_variable_genes(sparse_counts(), 400, "seurat_v3", "batch")
-    for name in ("highly_variable", "highly_variable_nbatches", "highly_variable_rank"):
-        np.testing.assert_array_equal(ours[name].to_numpy(float), theirs[name].to_numpy(float), err_msg=name)
 
 
 def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pass(monkeypatch):
