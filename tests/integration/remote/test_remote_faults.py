@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import dask
@@ -16,7 +14,7 @@ import dasksc
 from dasksc.errors import StorageError
 from tests.support.data import batches, make_adata, write_store
 from tests.support.programs import PROGRAMS, run
-from tests.support.servers import SECRET, Bucket, HTTPServer, relaying, serving, touch_later
+from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
@@ -61,48 +59,6 @@ def test_permanent_errors_of_a_server_are_named(
     assert f"{web_stores.url}/csr.h5ad" in message
     assert says in message
     assert "rows" in message
-
-
-@pytest.fixture
-def relay(s3_stores: Bucket) -> Iterator[HTTPServer]:
-    """Start a server in front of the bucket that fails on demand."""
-    with relaying(s3_stores.options["endpoint"]) as server:
-        yield server
-
-
-@pytest.mark.parametrize(("name", "latency_s"), [("csr.h5ad", 0.03), ("csr.zarr3.zarr", 0.003)])
-def test_nothing_is_lost_if_s3_throttles_fails_and_truncates(
-    stores: Path, s3_stores: Bucket, relay: HTTPServer, name: str, latency_s: float
-) -> None:
-    relay.faults.latency_s = latency_s
-    relay.faults.status = lambda number: {2: 500, 11: 503}.get(number % 29)
-    relay.faults.cut = lambda number: number % 12 == 4
-    options = s3_stores.options | {"endpoint": relay.url}
-    remote = batches(dasksc.open(f"s3://{s3_stores.name}/{name}", obs=["int8"], storage_options=options))
-    for one, other in zip(remote, batches(dasksc.open(stores / name)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    numbers = range(len(relay.faults.requests))
-    assert {500, 503} <= set(map(relay.faults.status, numbers))
-    assert any(map(relay.faults.cut, numbers))
-
-
-@pytest.mark.parametrize(
-    ("status", "says"), [(500, "500"), (503, "503"), (403, "AccessDenied.*credentials"), (None, "bytes")]
-)
-def test_permanent_errors_of_s3_are_named_without_credentials(
-    s3_stores: Bucket, relay: HTTPServer, status: int | None, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", "dasksc")
-    options = s3_stores.options | {"endpoint": relay.url, "access_key_id": SECRET + "id"}
-    data = dasksc.open(f"s3://{s3_stores.name}/csr.h5ad", storage_options=options)
-    relay.faults.status = lambda number: status
-    relay.faults.cut = lambda number: True
-    with (
-        dask.config.set({"dasksc.retry-timeout": "200ms"}),
-        pytest.raises(dasksc.DaskscError, match=rf"s3://{s3_stores.name}/csr.h5ad.*{says}") as caught,
-    ):
-        batches(data)
-    assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
 # Files and stores, each with both signs of a change: ETag and modification time.
