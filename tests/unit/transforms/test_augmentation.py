@@ -160,17 +160,11 @@ def test_objects_other_than_batches_of_X_are_refused():
         (lambda: Downsample(), "fraction=.*target_counts="),
         (lambda: Downsample(0.5, target_counts=5), "fraction=.*target_counts="),
         (lambda: Downsample(0), "fraction"),
-        (lambda: Downsample(1.5), "got 1.5"),
-        (lambda: Downsample(float("nan")), "got nan"),
-        (lambda: Downsample("0.5"), "got '0.5'"),
         (lambda: Downsample(True), "got True"),
         (lambda: Downsample(target_counts=0), "target_counts"),
-        (lambda: Downsample(target_counts=1.5), "target_counts"),
         (lambda: Downsample(0.5, seed=-1), "seed"),
         (lambda: Downsample(0.5, layer=3), "layer must be .* got 3"),
         (lambda: MaskGenes(1.0), "1.0"),
-        (lambda: MaskGenes(-0.1), "got -0.1"),
-        (lambda: MaskGenes(float("nan")), "got nan"),
         (lambda: MaskGenes(None), "got None"),
     ],
 )
@@ -192,20 +186,6 @@ def test_a_loader_yields_what_a_transform_makes_of_its_batches(adata, stored, la
                 assert (made.X.layout, made.X.dtype) == (plain.X.layout, plain.X.dtype)
                 assert dense(made.X).equal(dense(expected.X))
                 assert dense(made.layers["counts"]).equal(dense(expected.layers["counts"]))
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
-    screen = ad.AnnData(adata.X, obs={"gene": np.resize(["control", "a", "b"], N_OBS)})
-    sets = dasksc.CellSets("gene", 4, control={"gene": "control"})
-    for transform in (*KINDS, [Downsample(0.5), MaskGenes(0.2)]):
-        dataset = epoch_of(screen, transform, sets, layout=layout)
-        for i, (made, plain) in enumerate(zip(dataset, epoch_of(screen, None, sets, layout=layout), strict=True)):
-            expected = plain
-            for one in transform if isinstance(transform, list) else [transform]:
-                expected = one.at_epoch(0).at_batch(dataset.plan(0).batch_number(i))(expected)
-            assert dense(made.X).equal(dense(expected.X))
-            assert dense(made.control.X).equal(dense(expected.control.X))
 
 
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
