@@ -13,7 +13,7 @@ from anndata import AnnData
 import dasksc
 from dasksc.errors import StorageError
 from tests.support.data import batches, make_adata, write_store
-from tests.support.programs import PROGRAMS, run
+from tests.support.programs import run
 from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
@@ -40,8 +40,41 @@ def test_nothing_is_lost_if_requests_fail_and_responses_are_truncated(
     assert any(map(web_stores.faults.cut, range(len(answers))))
 
 
+# Open a file at a URL while h5py objects are garbage-collected in every thread in which an allocation may do this.
+COLLECTING = """
+import gc, sys, threading
+from pathlib import Path
+import h5py
+import dasksc
+from dasksc.storage.hdf5 import reader
+from dasksc.storage.remote.remote_file import RemoteFile
+from tests.support.servers import serving
+
+path, fetch, Reader = Path(sys.argv[1]), RemoteFile.fetch, reader.BlockReader
+
+class Cycle:
+    def __init__(self):
+        self.me, self.file = self, h5py.File(path)  # only garbage collection frees it
+
+class ReaderAfterGarbage(Reader):
+    def __init__(self, file):
+        super().__init__(file)
+        Cycle()
+
+def collecting_fetch(self, start, stop):
+    if gc.isenabled() and threading.current_thread() is not threading.main_thread():
+        gc.collect()
+    return fetch(self, start, stop)
+
+RemoteFile.fetch, reader.BlockReader = collecting_fetch, ReaderAfterGarbage
+with serving(path.parent) as server:
+    dasksc.open(f"{server.url}/{path.name}")
+assert gc.isenabled()
+"""
+
+
 def test_collecting_open_files_does_not_block_the_requests_of_open(stores: Path) -> None:
-    run([sys.executable, PROGRAMS / "collecting_requests.py", stores / "csr.h5ad"])
+    run([sys.executable, "-c", COLLECTING, stores / "csr.h5ad"])
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,6 @@ def test_wide_rows_are_treated_alike_dense_and_csr(transform):
     assert dense_made.equal(csr_made.to_dense())
 
 
-def test_true_and_false_are_counts_of_one():
-    values = torch.ones((20, N_VARS), dtype=torch.bool)
-    made = Downsample(0.5)(batch_of(values, dtype=torch.bool)).X
-    assert made.dtype == torch.bool
-    assert made.equal(Downsample(0.5)(batch_of(values)).X.bool())
-    assert 0.4 < made.double().mean() < 0.6
-
-
 def test_counts_stay_whole_and_no_more_are_kept_than_there_were():
     values = torch.from_numpy(np.random.default_rng(1).poisson(5, (50, N_VARS))).float()
     for transform in KINDS[:2]:
