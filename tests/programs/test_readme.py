@@ -7,8 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-import tomllib
 import venv
 from pathlib import Path
 
@@ -70,31 +68,3 @@ RUN = [page for page in OTHERS[1:] if blocks(page, "python") and page.stem not i
 def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
     prints = any("print(" in block[2] for block in blocks(page, "python"))
     assert bool(run_page(page, tmp_path, atlas).stdout) == prints
-
-
-def shell_lines() -> list[str]:
-    return [
-        line.split("#")[0].strip()
-        for page in OTHERS
-        if page.stem not in RECORDED
-        for block in blocks(page, "bash")
-        for line in block[2].splitlines()
-        if line.split("#")[0].strip()
-    ]
-
-
-@pytest.mark.parametrize("line", shell_lines())
-def test_shell_commands_refer_to_existing_files_and_targets(line):
-    words = shlex.split(line)
-    assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask", "dasksc", "srun", "openssl"}
-    if words[0] == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
-    if words[0] == "torchrun":
-        assert shutil.which("torchrun") or (Path(sys.executable).parent / "torchrun").exists()
-    for word in words:
-        if word.endswith((".py", ".yml", ".toml")):
-            assert (ROOT / word).is_file(), word
-        if match := re.fullmatch(r"(?:\.|dasksc)\[([\w,]+)\]", word):
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert set(match[1].split(",")) <= set(extras)

@@ -7,7 +7,6 @@ import importlib.util
 import re
 
 import pytest
-import yaml
 
 import dasksc.errors
 from tests.support.programs import BLOCK, ROOT
@@ -61,15 +60,6 @@ def test_every_page_is_in_the_table_of_contents_of_the_site():
     listed = set(re.findall(r"^([a-z][\w/-]*)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
     pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
     assert pages - {"index"} == listed, "give each a line in a toctree of docs/index.md"
-
-
-@pytest.mark.parametrize("page", [page for page in TUTORIALS if page not in RECORDED], ids=lambda page: page.name)
-def test_every_other_tutorial_is_a_notebook_that_the_site_executes(page):
-    _, header, text = page.read_text().split("---\n", 2)
-    assert yaml.safe_load(header)["file_format"] == "mystnb"
-    languages = re.findall(r"^```(\S+)", text, re.MULTILINE)
-    assert "{code-cell}" in languages
-    assert "python" not in languages, "a block that is never run; make it a {code-cell}"
 
 
 @pytest.mark.parametrize("page", RECORDED, ids=lambda page: page.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -40,6 +41,24 @@ def test_examples_print_what_they_show(module, demo, tmp_path):
         with examples.demo_folder(demo, tmp_path / name):
             reports += examples.failures_of(thing.__doc__, f"{module}.{name}")
     assert not reports, reports
+
+
+TRAINERS = {
+    "lightning": ("dasksc.integrations.lightning", "scDataModule"),
+    "scvi": ("dasksc.integrations.scvi", "SCVIDataModule"),
+    "transformers": ("dasksc.integrations.transformers", "scTrainer"),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("library", TRAINERS)
+def test_examples_of_names_that_need_a_trainer_print_what_they_show(library, demo, tmp_path):
+    pytest.importorskip(library)
+    module, name = TRAINERS[library]
+    thing = getattr(importlib.import_module(module), name)
+    assert examples.has_example(thing.__doc__)
+    with examples.demo_folder(demo, tmp_path / name):
+        assert not examples.failures_of(thing.__doc__, name)
 
 
 def test_options_of_a_data_set_are_those_of_its_signature():

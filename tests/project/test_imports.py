@@ -66,6 +66,11 @@ for arguments in (["info", "no.h5ad", "--joyn", "outer"], ["convert", "no.h5ad",
         assert cli.main(arguments) == 1
 found = set(sys.modules) & {"anndata", "dask", "h5py", "numba", "numpy", "pandas", "torch"}
 assert not found, f"checking a command line imports {found}"
+for options in ([], ["--training.max_step", "3"]):
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["train", "--config", sys.argv[1], *options]) == 1
+found = set(sys.modules) & {"anndata", "numba", "torch"}
+assert not found, f"checking a training imports {found}"
 """
 
 
@@ -85,5 +90,6 @@ def test_opening_planning_and_describing_import_no_torch(tmp_path: Path) -> None
     run(USED, str(write_store(make_adata(), tmp_path, "h5ad")))
 
 
-def test_a_command_line_is_checked_before_heavy_modules_are_imported() -> None:
-    run(MISTAKEN)
+def test_a_command_line_is_checked_before_heavy_modules_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data: {path: nowhere.h5ad}\nmodel: vae\n")
+    run(MISTAKEN, str(tmp_path / "c.yaml"))

@@ -1,4 +1,4 @@
-"""Metadata of the project: dependencies, constraints, docstrings of public names."""
+"""Metadata of the project: dependencies, constraints, the conda recipe, docstrings of public names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -99,23 +98,35 @@ def test_every_dependency_has_a_lower_bound_and_a_version_ci_runs_on():
             assert Requirement(f"{name}{bound}").specifier.contains(pinned[canonicalize_name(name)]), name
 
 
-def test_the_bounds_admit_what_rapids_asks_for():
-    lines = (ROOT / "constraints-rapids.txt").read_text().splitlines()
-    pinned = [Requirement(line) for line in lines if not line.startswith("#")]
-    assert {"anndata", "dask", "distributed", "numba", "numpy", "pandas", "scanpy", "torch"} <= {
-        one.name for one in pinned
-    }
-    bounds = declared(["demo", "test"])
-    for requirement in pinned:
-        (pin,) = requirement.specifier
-        assert pin.operator == "=="
-        # distributed comes with an extra of Dask.
-        bound = bounds.get("dask" if requirement.name == "distributed" else requirement.name, "")
-        assert SpecifierSet(bound).contains(pin.version), requirement.name
+def recipe():
+    return yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
 
 
-def test_the_package_knows_its_version():
-    assert dasksc.__version__ in {PYPROJECT["project"]["version"], "0+unknown"}
+def test_all_files_have_the_version_of_the_project():
+    version = PYPROJECT["project"]["version"]
+    assert dasksc.__version__ in {version, "0+unknown"}
+    assert recipe()["context"]["version"] == version
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+
+
+def test_the_recipe_has_the_dependencies_of_the_project():
+    lowest = recipe()["context"]["python_min"]
+    expected = {f"python >={lowest}"}
+    assert expected == {f"python {PYPROJECT['project']['requires-python']}"}
+    for one in map(Requirement, PYPROJECT["project"]["dependencies"]):
+        expected |= {f"{conda} {one.specifier}" for conda in CONDA_NAMES.get(one.name, [one.name])}
+    run = {line.replace("${{ python_min }}", lowest) for line in recipe()["requirements"]["run"]}
+    assert run == expected
+    commands = recipe()["build"]["python"]["entry_points"]
+    assert commands == [f"{name} = {target}" for name, target in PYPROJECT["project"]["scripts"].items()]
+
+
+def test_the_recipe_is_one_for_rattler_build():
+    rattler_build = pytest.importorskip("rattler_build")
+    (variant,) = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml").render()
+    rendered = variant.recipe.to_dict()
+    assert rendered["package"] == {"name": "dasksc", "version": PYPROJECT["project"]["version"]}
+    assert rendered["build"]["noarch"] == "python"
 
 
 def test_files_contain_no_local_paths():

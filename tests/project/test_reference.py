@@ -10,7 +10,6 @@ import yaml
 
 import dasksc.datasets
 import dasksc.errors
-from dasksc.cli import COMMANDS
 from tests.support import examples
 from tests.support.programs import ROOT, blocks
 
@@ -52,12 +51,3 @@ def test_examples_of_errors_raise_them(tmp_path):
         ]
     assert len(reports) >= 9
     assert not "".join(reports), "".join(reports)
-
-
-def test_every_command_has_its_options_and_an_example():
-    text = (REFERENCE / "cli.md").read_text()
-    sections = dict(re.findall(r"^## ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    assert sorted(sections) == sorted(COMMANDS)
-    for name in COMMANDS:
-        assert f"```{{command}} {name}\n```" in sections[name], name
-        assert re.search(rf"^(?:\$ )?dasksc {name} .*\n(?:```\n\n```text\n)?", sections[name], re.MULTILINE), name

@@ -17,10 +17,10 @@ from tests.support.data import dense, make_adata
 
 
 def read(path: Path) -> ad.AnnData:
-    """Read a store with AnnData."""
+    """Read a store or an h5ad file with AnnData."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ad.read_zarr(path)
+        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
 
 
 def order_of(written: ad.AnnData, source: ad.AnnData) -> NDArray[np.int64]:

@@ -24,9 +24,8 @@ __all__ = ["LIMIT_S", "SMOKES"]
 
 LIMIT_S = 3.0  # 2 s, and the noise of a machine in use
 SMOKES = (
-    "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, training on two ranks
+    "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, two ranks, Dask workers
     "tests/integration/ranks/test_ddp.py",  # torchrun
-    "tests/integration/cluster/test_two_processes.py",
     "tests/integration/cluster/test_loader_page.py",  # a browser
     "tests/unit/loader/test_recorded.py",  # a digest of many epochs, which is never recorded anew
 )

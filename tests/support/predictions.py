@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
-import anndata as ad
 import numpy as np
 import torch
 from torch import nn
@@ -22,10 +20,3 @@ def plain(atlas: Path, *, is_whole: bool) -> np.ndarray:
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH)
     with torch.no_grad():
         return np.concatenate([(second(first(batch)) if is_whole else first(batch)).numpy() for batch in dataset])
-
-
-def written(path: Path) -> np.ndarray:
-    """Return the predictions in a store."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ad.read_zarr(path).obsm["X_emb"]

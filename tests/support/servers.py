@@ -270,11 +270,6 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
             return Bucket(name=name, options=dict(options), client=client)
 
         yield bucket_of
-        # Buckets belong to the process, not to the server, so they are reset explicitly.
-        reset = http.client.HTTPConnection(host, port)
-        reset.request("POST", "/moto-api/reset")
-        assert reset.getresponse().status == 200
-        reset.close()
     finally:
         server.stop()
 

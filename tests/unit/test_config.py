@@ -38,18 +38,6 @@ print(config.get("gather-threads"))
     assert run(script) == ["5", "/tmp/mine", "3", "8", "1", "5"]
 
 
-def test_a_context_entered_before_dasksc_is_used_applies_within_it() -> None:
-    script = """
-import dask, dasksc
-with dask.config.set({"dasksc.gather-threads": 1}):
-    dasksc.open
-    from dasksc import config
-    print(config.get("gather-threads"))
-print(config.get("gather-threads"), config.get("prefetch"))
-"""
-    assert run(script) == ["1", "2", "None"]
-
-
 def test_the_environment_and_files_are_stronger_than_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("dasksc:\n  batches-ahead: 3\n  gather-threads: 7\n")
     script = "from dasksc import config; print(*map(config.get, ('batches-ahead', 'gather-threads', 'memory-limit')))"

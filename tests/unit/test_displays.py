@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -50,12 +49,10 @@ def a_function(first: int, second: Any = None, *, names: Any = (), third: float 
     [
         ("x" * 80, repr("x" * 57 + "...")),
         ((1,), "(1,)"),
-        (["a", "b", "c", "d"], "['a', 'b', 'c', 'd']"),
         (list(range(2000)), "[0, 1, 2, ... 2,000 in all]"),
         (np.arange(5), "ndarray(shape=(5,), dtype=int64)"),
         (torch.zeros(2, 3), "Tensor(shape=(2, 3), dtype=torch.float32)"),
         (pd.Series(["a"], dtype="category"), "Series(shape=(1,), dtype=category)"),
-        (da.zeros((4, 2)), "Array(shape=(4, 2), dtype=float64)"),
         (a_function, "a_function"),
         (functools.partial(a_function, 1), "partial(a_function)"),
         (Hostile(), "Hostile(...)"),
@@ -72,17 +69,11 @@ def test_a_value_is_one_short_line(value: Any, expected: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (dasksc.Streaming(), "Streaming()"),
         (dasksc.Streaming(shuffle=True), "Streaming(shuffle=True)"),
-        (dasksc.BlockShuffling(), "BlockShuffling()"),
         (dasksc.BlockShuffling(np.int64(8)), "BlockShuffling()"),
         (
             dasksc.BlockShuffling(16, indices=np.arange(100)),
             "BlockShuffling(block_size=16, indices=ndarray(shape=(100,), dtype=int64))",
-        ),
-        (
-            dasksc.BlockWeightedSampling(weights=np.ones(9), total_size=4),
-            "BlockWeightedSampling(weights=ndarray(shape=(9,), dtype=float64), total_size=4)",
         ),
         (dasksc.ClassBalancedSampling(label_key="t"), "ClassBalancedSampling(label_key='t')"),
         (dasksc.CellSets("gene", 8), "CellSets(by=('gene',), set_size=8)"),

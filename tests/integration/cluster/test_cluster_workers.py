@@ -26,19 +26,6 @@ def client(two_process_client: distributed.Client) -> distributed.Client:
     return two_process_client
 
 
-def test_a_memory_bound_counts_what_workers_send_not_what_is_mapped(client: distributed.Client, tmp_path: Path) -> None:
-    path = write_store(make_adata(n_obs=2000, n_vars=300), tmp_path, "h5ad")
-
-    def needed(scheduler: Any) -> int:
-        dataset = dasksc.scDataset(
-            path, dasksc.Streaming(), batch_size=200, fetch_factor=5, prefetch=2, scheduler=scheduler, seed=0
-        )
-        return dataset.projected_bytes
-
-    stored = 2000 * 300 * 0.3 * 8
-    assert needed(client) - needed("threads") > stored
-
-
 def test_a_relative_path_means_the_same_file_to_workers(
     client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

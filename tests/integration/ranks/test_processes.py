@@ -1,4 +1,4 @@
-"""Ranks that `jax.distributed` or Open MPI's mpirun start."""
+"""Ranks that `jax.distributed` starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.data import make_adata, write_store
-from tests.support.programs import MPIRUN, PROGRAMS, ROOT, run
+from tests.support.programs import PROGRAMS, ROOT
 
 pytestmark = pytest.mark.programs
 
@@ -66,25 +64,3 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
     (complaint,) = [one for one in outcomes if isinstance(one, str)]
     assert "rank 0 reads epoch 0" in complaint
     assert "rank 1 reads epoch 1" in complaint
-
-
-LAUNCHED = PROGRAMS / "launched.py"
-
-
-def launched(folder: Path, command: list[object]) -> list[dict]:
-    """Return the output of each rank of a launched program; fail unless the ranks together read one epoch."""
-    run([*command, LAUNCHED, folder], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
-    assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
-    assert {rank["world_size"] for rank in ranks} == {len(ranks)}
-    assert len({len(rank["batches"]) for rank in ranks}) == 1
-    seen = Counter(chain(*chain(*(rank["batches"] for rank in ranks))))
-    assert set(seen) == set(range(103))
-    assert sum(seen.values()) - 103 < len(ranks)
-    return ranks
-
-
-def test_mpirun_starts_ranks_that_share_an_epoch(mpirun, tmp_path):
-    ranks = launched(tmp_path, [*MPIRUN, sys.executable])
-    assert [rank["source"] for rank in ranks] == ["OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"] * 2
-    assert [rank["local_world_size"] for rank in ranks] == [2, 2]

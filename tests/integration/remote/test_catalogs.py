@@ -52,19 +52,6 @@ def bucket_of(bucket: Bucket, folder: Path, n_objects: int) -> Bucket:
     return bucket
 
 
-def test_thousands_of_objects_are_indexed_and_read(s3: Callable[[str], Bucket], tmp_path: Path) -> None:
-    bucket, catalog = bucket_of(s3("thousands"), tmp_path, 2_000), tmp_path / "all.catalog"
-    options = {"names": False, "storage_options": bucket.options}
-    assert dasksc.index(f"s3://{bucket.name}/parts/*.h5ad", catalog, **options) == 2_000
-    adata = dasksc.open(catalog, **options)
-    assert adata.shape == (6_000, 4)
-    dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(1), 64, layout="csr", seed=0)
-    assert next(iter(dataset)).shape == (64, 4)
-    bucket.put(write(tmp_path / "one.h5ad", 2), "parts/0007.h5ad")
-    with pytest.raises(dasksc.CorruptDataError, match=r"1 of 2000 .*parts/0007\.h5ad"):
-        dasksc.open(catalog, **options)
-
-
 def test_objects_are_requested_once_and_checked_by_listing_while_the_requester_pays(
     s3: Callable[[str], Bucket], tmp_path: Path
 ) -> None:

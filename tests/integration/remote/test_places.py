@@ -295,20 +295,6 @@ def test_urls_that_cannot_be_read_say_why(
         dasksc.open(url, storage_options=options)
 
 
-def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
-    with serving(folder) as server:
-        url = f"{server.url.replace('://', f'://user:{SECRET}@')}/parts/part0.h5ad?sas=a.b/{SECRET}.x"
-        joined: AnnData = dasksc.open([url, url], label="part", index_unique="-")
-        assert joined.obs["part"].unique().tolist() == ["0", "1"]
-        dataset = dasksc.scDataset(url, dasksc.Streaming(), 8, rank=0, world_size=1)
-        with pytest.raises(InputError) as caught:
-            dasksc.open(url, label="part")
-        with pytest.raises(dasksc.DaskscError) as raw:
-            dasksc.open(url.replace("part0", "part2"), raw=True)
-    texts = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
-    assert not [text for text in texts if SECRET in text]
-
-
 def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(tmp_path: Path) -> None:
     store = write_store(make_adata(30, 12), tmp_path, "zarr3")
     archive = Path(shutil.make_archive(str(store), "zip", store))

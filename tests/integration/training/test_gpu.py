@@ -17,7 +17,7 @@ import torch
 import yaml
 
 import dasksc
-from tests.support.programs import ROOT, TORCHRUN, run
+from tests.support.programs import run
 from tests.support.training import COMMAND, figures, train, training
 
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
@@ -105,13 +105,3 @@ def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
         assert report["device"] == device
     # The order of summation differs, and TF32 is not requested.
     np.testing.assert_allclose(figures(tmp_path / "cuda"), figures(tmp_path / "cpu"), rtol=1e-3)
-
-
-@needs_gpu
-@pytest.mark.parametrize("example", ["train_ddp.py", "train_fsdp.py"])
-def test_examples_train_on_one_gpu_under_torchrun(example, atlas, tmp_path):
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=1"]
-    program = ROOT / "examples" / example
-    options = ["--batch-size", 16, "--checkpoint", tmp_path / "checkpoint"]
-    run([*torchrun, program, atlas, *options], cwd=tmp_path, environment=dict(os.environ))
-    run([*torchrun, program, atlas, *options, "--epochs", 2, "--resume"], cwd=tmp_path, environment=dict(os.environ))

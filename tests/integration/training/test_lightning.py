@@ -122,32 +122,6 @@ def test_every_stage_reads_its_own_cells(path, tmp_path):
     assert torch.cat(predicted).tolist() == list(range(N_OBS))
 
 
-def test_a_module_of_pytorch_lightning_is_served_as_well(path, tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
-    from dasksc.integrations.pytorch_lightning import scDataModule as OtherDataModule
-
-    seen = []
-
-    class Model(other.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(17, 1)
-
-        def training_step(self, batch, batch_idx):
-            seen.extend(batch.index.tolist())
-            return self.layer(batch.X).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    one = other.Trainer(
-        accelerator="cpu", default_root_dir=tmp_path, max_epochs=1, enable_model_summary=False, **options
-    )
-    one.fit(Model(), datamodule=OtherDataModule(path, 8, train=BlockShuffling(4, indices=TRAINING), obs=["flag"]))
-    assert sorted(seen) == TRAINING.tolist()
-
-
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["plain", "estimated_stepping_batches"])
 def test_training_resumes_from_the_checkpoint_of_a_step_with_the_next_batch(path, tmp_path, ask_for_steps):
     unbroken = Recorder(ask_for_steps=ask_for_steps)
@@ -191,7 +165,7 @@ def test_training_without_validation_is_fine_and_validating_says_what_is_missing
 
 
 def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):
-    run([sys.executable, PROGRAMS / "lightning_ddp.py", path, tmp_path], is_preloaded=True)
+    run([sys.executable, PROGRAMS / "lightning_ddp.py", path, tmp_path])
     whole, rest = (
         [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in ("whole", "rest")
     )
@@ -207,6 +181,16 @@ def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path,
     seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone.seen["train"][:-7])]
     assert sorted(seen) == TRAINING.tolist()
     assert sorted(chain(*alone.seen["train"][-7:])) == TRAINING.tolist()
+
+
+def test_a_module_of_pytorch_lightning_is_served_as_well(path):
+    other = pytest.importorskip("pytorch_lightning")
+    from dasksc.integrations.pytorch_lightning import scDataModule as OtherDataModule
+
+    data = OtherDataModule(path, 8, train=BlockShuffling(4, indices=TRAINING), obs=["flag"])
+    assert isinstance(data, other.LightningDataModule)
+    data.setup("fit")
+    assert sorted(row for batch in data.train_dataloader() for row in batch.index.tolist()) == TRAINING.tolist()
 
 
 def test_stages_have_strategies_by_name_and_only_balance_takes_labels(path):

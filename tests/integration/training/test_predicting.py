@@ -6,11 +6,9 @@ import contextlib
 import io
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pytest
 import torch
@@ -20,12 +18,13 @@ import dasksc
 from dasksc import InputError, cli
 from dasksc.train import load_model
 from tests.support.commands import run_command
+from tests.support.conversions import read
 from tests.support.data import make_adata
 from tests.support.training import small, train
 
 pytestmark = pytest.mark.core
 
-N_OBS, N_VARS = 203, 17
+N_OBS, N_VARS = 83, 17
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +44,6 @@ def configuration(atlas: Path, folder: Path, model: dict[str, Any] | None = None
 AUTOENCODER = {"name": "autoencoder", "latent_dim": 3, "hidden_dim": 8}
 TOKENS = {"strategy": "rank_value", "max_genes": 8, "masking": {"mask_ratio": 0.3}}
 TRANSFORMER = {"name": "transformer_encoder", "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
-
-
-def read(path: Path) -> ad.AnnData:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
 
 
 def by_hand(model: nn.Module, adata: Any, genes: list[str]) -> np.ndarray:
@@ -76,7 +69,7 @@ def test_a_training_predicts_at_its_end_and_the_command_does_the_same(atlas, tmp
     np.testing.assert_allclose(trained.obsm["X_emb"], expected, rtol=1e-5, atol=1e-6)
     assert list(trained.obs_names) == [f"cell{i}" for i in range(N_OBS)]
     printed = embed(atlas, "--model", report.model, "--out", tmp_path / "emb.zarr", "--batch-size", 32)
-    assert re.search(r"n_predicted +203\b.*obsm/X_emb +\(203, 3\) float32", printed, re.DOTALL)
+    assert re.search(r"n_predicted +83\b.*obsm/X_emb +\(83, 3\) float32", printed, re.DOTALL)
     assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], trained.obsm["X_emb"])
 
 
@@ -115,9 +108,8 @@ def test_a_classifier_predicts_labels(atlas, tmp_path):
 
 
 def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
-    raw = configuration(atlas, tmp_path / "run", TRANSFORMER)
+    raw = configuration(atlas, tmp_path / "run", TRANSFORMER, training__max_steps=1)
     raw["tokenizer"] = TOKENS
-    raw["predict"] = {"out": str(tmp_path / "trained.zarr")}
     report = train(raw)
     model = load_model(report.model)
     adata = dasksc.open(atlas)
@@ -125,7 +117,6 @@ def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
     dataset = dasksc.scDataset(adata, dasksc.Streaming(), 16, layout="csr", transform=tokens)
     with torch.inference_mode():
         expected = np.concatenate([model.embed(batch).numpy() for batch in dataset])
-    np.testing.assert_allclose(read(tmp_path / "trained.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
     # Reordering the genes permutes the columns; the tokens are equal except for ties.
     other = tmp_path / "other.h5ad"
     read(atlas)[:, list(reversed(adata.var_names))].copy().write_h5ad(other)

@@ -107,16 +107,6 @@ def test_a_model_trained_on_the_file_tells_the_types_apart(adata, path, tmp_path
     assert some.shape == (30, 4)
 
 
-def test_a_saved_model_is_loaded_with_the_module(path, tmp_path):
-    data = data_module(path)
-    model = train(data, tmp_path, max_epochs=1)
-    model.save(tmp_path / "model", datamodule=data, save_anndata=False)
-    again = scvi.model.SCVI.load(tmp_path / "model", adata=False, accelerator="cpu")
-    expected = model.get_latent_representation(dataloader=data.inference_dataloader())
-    found = again.get_latent_representation(dataloader=data.inference_dataloader())
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_columns_that_do_not_fit_are_refused(path):
     with pytest.raises(InputError, match=r"obs\['age'\]"):
         data_module(path, batch_key="age")
@@ -147,21 +137,6 @@ def test_columns_that_do_not_fit_are_refused(path):
 def test_arguments_that_do_not_fit_are_refused_at_once(path, options, error, fact):
     with pytest.raises(error, match=fact):
         data_module(path, **options)
-
-
-def test_without_keys_a_model_is_trained_on_some_genes_and_cells(adata, path, tmp_path):
-    mask = np.arange(N_VARS) % 2 == 0
-    data = SCVIDataModule(path, 40, train="shuffle", genes=mask, filter="sex == 'f'", seed=0, mmap=False)
-    n_obs = int((adata.obs["sex"] == "f").sum())
-    summary = data.registry["field_registries"]["X"]["summary_stats"]
-    assert (data.n_obs, summary) == (n_obs, {"n_vars": N_VARS // 2, "n_cells": n_obs})
-    model = train(data, tmp_path, max_epochs=1)
-    loader = data.inference_dataloader()
-    # Each method reads the loader from its beginning.
-    for _ in range(2):
-        assert model.get_latent_representation(dataloader=loader).shape == (n_obs, 4)
-    assert model.get_normalized_expression(dataloader=loader).shape == (n_obs, N_VARS // 2)
-    assert np.isfinite(float(model.get_elbo(dataloader=loader)))
 
 
 def test_every_loader_yields_the_same_keys_and_an_interrupted_epoch_is_resumed(adata, path):

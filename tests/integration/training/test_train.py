@@ -351,37 +351,6 @@ def test_cells_without_a_label_do_not_count():
     assert [outputs["n"].item() for outputs in (some, those, none)] == [2, 2, 0]
 
 
-@pytest.fixture
-def half_labelled(atlas, tmp_path) -> Path:
-    """Write the atlas without the labels of its first 16 cells and of half of the other cells."""
-    adata = ad.read_h5ad(atlas)
-    has_label = np.random.default_rng(0).random(adata.n_obs) < 0.5
-    has_label[:16] = False
-    adata.obs["cell_type"] = adata.obs["cell_type"].where(has_label)
-    adata.write_h5ad(tmp_path / "half.h5ad")
-    return tmp_path / "half.h5ad"
-
-
-def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw, half_labelled, tmp_path):
-    raw["data"] |= {"path": str(half_labelled), "strategy": "streaming"}
-    raw["training"] |= {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "gradient_clip": 100.0}
-    raw["model"]["dropout"] = 0.0
-    train(raw)
-    expected = rows_of(tmp_path / "run")
-    raw["training"]["checkpoint_dir"] = str(tmp_path / "two")
-    train(raw, data__batch_size=8, data__fetch_factor=8, training__gradient_accumulation=2)
-    found = rows_of(tmp_path / "two")
-    for name in ("loss", "accuracy", "gradient_norm"):
-        np.testing.assert_allclose(
-            [row.get(name, -1) for row in found], [row.get(name, -1) for row in expected], rtol=1e-4, err_msg=name
-        )
-    first, second = rows_of(tmp_path / "run")[:2]
-    assert "loss" not in first
-    assert first["cells_per_s"] > 0
-    assert first["gradient_norm"] == 0
-    assert second["loss"] > 1
-
-
 def test_the_variational_loss_equals_the_error_if_the_posterior_is_the_prior():
     model = Autoencoder(n_genes=3, latent_dim=2, num_layers=0, variational=True)
     torch.nn.init.zeros_(model.encoder.last.weight)

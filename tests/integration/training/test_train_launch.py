@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +61,6 @@ def test_a_killed_rank_restarts_and_losses_equal_those_of_an_uninterrupted_run(s
     assert mark.exists()
     assert (report["world_size"], report["strategy"]) == (2, "fsdp")
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
-
-
-def test_mistakes_are_answered_before_torch_and_anndata_are_imported(tmp_path):
-    (tmp_path / "c.yaml").write_text("data: {path: nowhere.h5ad}\nmodel: vae\n")
-    program = """
-import sys
-from dasksc.cli import main
-for options in (["--training.max_step", "3"], []):
-    try:
-        print(main(["train", "--config", "c.yaml", *options]))
-    except SystemExit as end:
-        print(end.code)
-print(sorted({"torch", "anndata", "numba"} & sys.modules.keys()))
-"""
-    assert run([sys.executable, "-c", program], cwd=tmp_path).split() == ["2", "1", "[]"]
 
 
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):

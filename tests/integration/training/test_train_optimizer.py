@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dasksc.train import checkpoint, load_model
-from tests.support.training import rows_of, saved, train
+from tests.support.training import saved, train
 
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
 
@@ -46,11 +46,3 @@ def test_the_state_of_the_optimizer_is_that_of_the_checkpoint(raw, folder, tmp_p
         assert buffer.abs().max() > 0
         assert not torch.equal(first[name], second[name])
         torch.testing.assert_close(third[name], second[name] - 2 * 0.1 * buffer)
-
-
-def test_the_learning_rate_of_a_resumed_run_follows_its_scheduler(raw, folder):
-    raw["training"]["scheduler"] = {"name": "linear_warmup", "total_steps": 10}
-    train(raw)
-    train(raw, training__optimizer={"lr": 1e-2}, training__resume_from="auto", training__max_steps=8)
-    rates = [row["lr"] for row in rows_of(folder) if "lr" in row]
-    assert rates == pytest.approx([1e-3 * (1 - step / 10) for step in range(6)] + [1e-2 * 0.4, 1e-2 * 0.3])

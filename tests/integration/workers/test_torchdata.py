@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def loader(num_workers: int = 0, **options) -> StatefulDataLoader:
-    names = {"persistent_workers", "multiprocessing_context", "prefetch_factor", "snapshot_every_n_steps"}
+    names = {"persistent_workers", "multiprocessing_context", "prefetch_factor"}
     of_loader = {name: options.pop(name) for name in names & options.keys()}
     options = {"batch_size": 5, "fetch_factor": 3, "seed": 7, "scheduler": "synchronous", **options}
     dataset = scDataset(np.arange(N_OBS), BlockShuffling(4), **options)
@@ -66,29 +66,6 @@ def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
     after = loader(num_workers, persistent_workers=persistent)
     after.load_state_dict(state)
     assert [rows(after), rows(after)] == epochs[1:]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_states_of_a_pass_after_the_first_do_not_confuse_its_epoch(persistent):
-    epochs = unbroken(2)
-    for step in (1, 20):
-        before = loader(2, persistent_workers=persistent)
-        assert rows(before) == epochs[0]
-        head = rows(islice(iter(before), step))
-        state = copy.deepcopy(before.state_dict())
-        after = loader(2, persistent_workers=persistent)
-        after.load_state_dict(state)
-        assert [head + rows(after), rows(after)] == epochs[1:], step
-
-
-def test_states_taken_every_few_batches_lose_none():
-    epochs = unbroken(2)
-    before = loader(2, snapshot_every_n_steps=4)
-    head = rows(islice(iter(before), 10))
-    state = copy.deepcopy(before.state_dict())
-    after = loader(2, snapshot_every_n_steps=4)
-    after.load_state_dict(state)
-    assert [head + rows(after), rows(after)] == epochs[:2]
 
 
 def test_another_world_size_is_refused_with_workers_and_accepted_without():

@@ -45,19 +45,6 @@ def epochs(path) -> list[list[tuple[int, ...]]]:
     return [rows(one) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("start", "persistent"), [("fork", True), ("forkserver", False)])
-def test_epochs_do_not_depend_on_workers(path, epochs, start, persistent):
-    one = dataset(path)
-    loader = DataLoader(
-        one, batch_size=None, num_workers=2, multiprocessing_context=start, persistent_workers=persistent
-    )
-    assert len(loader) == len(epochs[0])
-    for epoch in epochs:
-        batches = rows(loader)
-        assert len(batches) == len(loader)
-        assert sorted(batches) == sorted(epoch)
-
-
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 # Each layout is combined with workers and with none, and each prefetch factor with one layout.
 @pytest.mark.parametrize(

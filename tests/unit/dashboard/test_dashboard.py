@@ -16,11 +16,9 @@ from typing import Any
 import dask
 import distributed
 import pytest
-import torch.utils.data
 
 import dasksc
 from dasksc import dashboard
-from dasksc.executor import reporting
 from tests.support.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.programs
@@ -135,47 +133,6 @@ def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path):
     finally:
         process.terminate()
         process.wait()
-
-
-def test_a_scheduler_starts_without_the_page_if_its_version_lacks_a_part(monkeypatch, caplog):
-    def missing(*_):
-        raise AttributeError("no attribute 'http_application'")
-
-    monkeypatch.setattr("dasksc.dashboard.add_pages", missing)
-    with distributed.LocalCluster(**ON_LOOPBACK) as cluster:
-        dashboard.dask_setup(cluster.scheduler)
-    assert "http_application" in caplog.text
-
-
-def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):
-    with (
-        distributed.LocalCluster(protocol="tcp://", host="127.0.0.1", **ON_LOOPBACK) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        dashboard.install(client)
-        data = dataset(atlas, client)
-        loader = torch.utils.data.DataLoader(
-            data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
-        )
-        batches = iter(loader)
-        next(batches)  # the workers wait until more batches are consumed
-        assert eventually(lambda: [report["worker"] for report in loaders(cluster)] == [0, 1])
-        reports = loaders(cluster)
-        assert sum(report["n_batches"] + report["n_batches_left"] for report in reports) == len(data)
-        assert len(list(batches)) == len(data) - 1
-        del batches
-        assert eventually(lambda: loaders(cluster) == [])
-
-
-def test_an_epoch_outlives_a_page_that_fails(cluster, client, atlas):
-    dashboard.install(client)
-
-    def fail(**_: Any) -> None:
-        raise RuntimeError("the page is broken")
-
-    cluster.scheduler.handlers[reporting.OPERATION] = fail
-    assert sum(len(batch) for batch in dataset(atlas, client)) == 2_000
-    assert loaders(cluster) == []
 
 
 def test_names_cannot_end_the_script_of_the_page(cluster, client, atlas, tmp_path):

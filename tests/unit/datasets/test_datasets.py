@@ -58,22 +58,6 @@ def test_storage_does_not_change_the_counts(atlas, options, tmp_path):
     np.testing.assert_array_equal(X, atlas.X.toarray())
 
 
-def log_means(adata, by):
-    X = np.log1p(1e3 * adata.X.toarray() / adata.obs["n_counts"].to_numpy()[:, None])
-    return np.stack([X[(adata.obs[by] == name).to_numpy()].mean(axis=0) for name in adata.obs[by].cat.categories])
-
-
-def test_effects_separate_batches_only_if_asked_for(tmp_path):
-    by = "batch"
-    size = {**SMALL, "n_types": 1, "n_obs": 6_000}
-    flat = {"donor_effect": 0.0, "batch_effect": 0.0}
-    without = ad.read_h5ad(synthetic(tmp_path / "without.h5ad", **size, **flat))
-    with_effect = ad.read_h5ad(synthetic(tmp_path / "with.h5ad", **size, **flat | {f"{by}_effect": 0.4}))
-    pd.testing.assert_series_equal(without.obs[by], with_effect.obs[by])
-    spread = [np.ptp(log_means(adata, by), axis=0).mean() for adata in (without, with_effect)]
-    assert spread[1] > 3 * spread[0]
-
-
 def test_donors_and_batches_can_be_left_out(tmp_path):
     options = {**SMALL, "n_donors": 0, "n_batches": 0, "donor_effect": 0.0, "batch_effect": 0.0}
     assert list(ad.read_h5ad(synthetic(tmp_path / "a.h5ad", **options)).obs) == ["cell_type", "n_counts"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import random
@@ -207,38 +206,6 @@ def test_breaking_off_leaves_nothing_behind(any_scheduler: Any) -> None:
     assert next(window, None) is None
     window.close()
     assert window.n_submitted <= 12
-    assert eventually(lambda: not our_threads())
-
-
-def test_a_forgotten_window_leaves_nothing_behind(any_scheduler: Any) -> None:
-    window = Window(double_late, range(1000), name="w", depth=4, scheduler=any_scheduler)
-    next(window)
-    del window
-    gc.collect()
-    assert eventually(lambda: not our_threads())
-
-
-def test_closing_wakes_the_thread_that_waits() -> None:
-    go = threading.Event()
-    waiting = threading.Event()
-    came: list[Any] = []
-
-    def wait_for_go(k: int) -> int:
-        waiting.set()
-        assert go.wait(WAIT_S)
-        return k
-
-    window = Window(wait_for_go, range(10), name="w", depth=2, scheduler="threads")
-    consumer = threading.Thread(target=lambda: came.extend(window))
-    consumer.start()
-    assert waiting.wait(WAIT_S)
-    closer = threading.Thread(target=window.close)
-    closer.start()
-    go.set()
-    for thread in (consumer, closer):
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert len(came) <= 1
     assert eventually(lambda: not our_threads())
 
 

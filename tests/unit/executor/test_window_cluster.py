@@ -10,11 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import dask
 import distributed
-import numpy as np
 import pytest
 
 from dasksc.errors import FetchError, InputError
@@ -93,44 +91,6 @@ def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
     assert eventually(lambda: nothing_is_left(two_process_client))
 
 
-def test_an_in_process_cluster_serialises_neither_task_nor_result(
-    in_process_client: distributed.Client,
-) -> None:
-    made: list[Any] = []
-    lock = threading.Lock()  # cannot be pickled, nor can the results
-
-    def make(k: int) -> Any:
-        with lock:
-            made.append(threading.Lock())
-            return made[-1]
-
-    with Window(make, range(8), name="w", depth=1, scheduler=in_process_client) as window:
-        assert all(result is made[k] for k, result in window)
-
-
-class CountsPickling:
-    """Large task that counts how often it is pickled in this process."""
-
-    n_pickled = 0
-
-    def __init__(self) -> None:
-        self.payload = np.zeros(12 << 20, dtype=np.uint8)
-
-    def __getstate__(self) -> dict[str, Any]:
-        CountsPickling.n_pickled += 1
-        return self.__dict__
-
-    def __call__(self, k: int) -> int:
-        return len(self.payload) + k
-
-
-def test_a_large_task_is_sent_once_and_not_with_every_fetch(two_process_client: distributed.Client) -> None:
-    CountsPickling.n_pickled = 0
-    window = Window(CountsPickling(), range(12), name="w", depth=4, scheduler=two_process_client)
-    assert [n - (12 << 20) for _, n in window] == list(range(12))
-    assert CountsPickling.n_pickled == 1
-
-
 def test_an_active_client_is_found_and_daskconfig_goes_before_it(
     in_process_client: distributed.Client,
 ) -> None:
@@ -195,24 +155,6 @@ def in_forked_child(check: Callable[[], bool]) -> bool:
     return status == 0
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "in_process_client"])
-def test_a_forked_child_leaves_its_parents_window_alone(scheduler: Any, request: pytest.FixtureRequest) -> None:
-    here = scheduler if scheduler == "threads" else request.getfixturevalue(scheduler)
-    window = Window(double_late, range(50), name="w", depth=4, scheduler=here)
-    next(window)
-
-    def check() -> bool:
-        try:
-            next(window)
-        except FetchError as error:
-            window.close()
-            return "fork" in str(error)
-        return False
-
-    assert in_forked_child(check)
-    assert [k for k, _ in window] == list(range(1, 50))
-
-
 def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distributed.Client) -> None:
     address = two_process_client.scheduler.address
 
@@ -224,16 +166,4 @@ def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distrib
         return values == [(k, 2 * k) for k in range(9)]
 
     assert list(Window(double, range(3), name="w", depth=2, scheduler=two_process_client))
-    assert in_forked_child(check)
-
-
-def test_a_forked_child_of_an_in_process_cluster_uses_threads(
-    in_process_client: distributed.Client,
-) -> None:
-    def check() -> bool:
-        with pytest.raises(InputError, match="after a fork"):
-            resolve_scheduler(in_process_client)
-        with in_process_client.as_current():
-            return resolve_scheduler(None).kind == "threads"
-
     assert in_forked_child(check)

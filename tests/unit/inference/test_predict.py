@@ -25,6 +25,7 @@ from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, 
 from dasksc.inference import ranks
 from dasksc.inspection.report import Report
 from dasksc.output import shards
+from tests.support.conversions import read
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
@@ -55,12 +56,6 @@ def plain(model: nn.Module, data: Any, **options: Any) -> np.ndarray:
     with torch.no_grad():
         dataset = dasksc.scDataset(data, dasksc.Streaming(), BATCH, rank=0, world_size=1, **options)
         return np.concatenate([model(batch).numpy() for batch in dataset])
-
-
-def read(path: Path) -> ad.AnnData:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
 
 
 def predict(model: Any, data: Any, out: Path, **options: Any) -> Report:
@@ -531,35 +526,7 @@ def test_the_names_of_the_cells_are_never_replaced(tmp_path):
     assert entries(tmp_path) == [path.name]
 
 
-def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
-    n_called = 0
-
-    def both(batch: Any) -> dict[str, Any]:
-        nonlocal n_called
-        n_called += 1
-        names = ("a", "b") if n_called % 2 else ("b", "a")
-        return {name: two(batch) + (name == "b") for name in names}
-
-    predict(both, atlas, tmp_path / "emb.zarr")
-    written = read(tmp_path / "emb.zarr")
-    assert np.array_equal(written.obsm["b"], written.obsm["a"] + 1)
-
-
 def test_an_atlas_without_cells_is_refused(tmp_path):
     with pytest.raises(InputError, match="no cells"):
         predict(two, make_adata(8)[:0].copy(), tmp_path / "emb.zarr")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_random_transforms_draw_what_the_plain_loop_draws(atlas, tmp_path, world_size):
-    transform = [dasksc.transforms.Downsample(0.5, seed=1), dasksc.transforms.MaskGenes(0.3, seed=2)]
-    plain = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH, transform=transform, rank=0, world_size=1)
-    expected = np.concatenate([batch.X[:, :2].numpy() for batch in plain])
-    for rank in range(world_size):
-        shuffled = dasksc.scDataset(
-            *(atlas, dasksc.BlockShuffling(4), BATCH), transform=transform, seed=0, rank=rank, world_size=world_size
-        )
-        dasksc.predict(two, shuffled, tmp_path / "emb.zarr")
-    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], expected)
-    assert not np.array_equal(expected, read(atlas).X[:, :2].todense())

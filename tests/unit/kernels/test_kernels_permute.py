@@ -69,13 +69,6 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
     assert 0 <= value < n
 
 
-@pytest.mark.parametrize("n", [2, 3, 6, 1000, 3 * 2**30])
-def test_below_is_uniform(n: int) -> None:
-    draws = np.array([permute.below(np.uint64(11), i, n) for i in range(30_000)])
-    bins = min(n, 1000)
-    assert_uniform(np.bincount(draws * bins // n, minlength=bins))
-
-
 @given(KEYS, st.integers(0, 200))
 def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)

@@ -285,6 +285,16 @@ def _divide_by_zero(batches) -> None:
         batch.shape[0] // 0
 
 
+def test_the_end_of_an_epoch_is_logged_but_not_that_of_one_left_early(caplog):
+    caplog.set_level("INFO", "dasksc.loader")
+    one = scDataset(np.arange(103), BlockShuffling(4), 5, 2, seed=3)
+    assert len(list(islice(one, 2))) == 2
+    assert one.stats()["n_rows"] == 10
+    list(one)
+    (line,) = [message for message in caplog.messages if message.startswith("epoch ")]
+    assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
+
+
 def test_progress_shows_a_bar_that_counts_batches(path, capfd):
     one = dataset(path, progress=True)
     list(one)

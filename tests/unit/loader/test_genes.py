@@ -142,17 +142,13 @@ class Runs:
 @pytest.mark.parametrize(
     "content",
     [
-        pickle.dumps(Runs()),
         pickle.dumps({"a": Runs()}),
         pickle.dumps({"a": 1.5}),
-        pickle.dumps({1: 2}),
         pickle.dumps({"a": 1})[:-3],
         b"\x80\x04r\xff\xff\xff\x7f.",
-        b"(t.",
-        b"no pickle",
         pickle.dumps({"a": np.int64(1)}),
     ],
-    ids=range(9),
+    ids=range(5),
 )
 def test_pickles_of_anything_else_are_refused_and_run_nothing(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("out of core")]
 
 MIB = 2**20
 N_OBS = 30_000  # 350 MB
-FETCH = {"fetch_factor": 64}  # 47 MB
 
 
 @pytest.fixture(scope="module")
@@ -48,36 +47,20 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def epoch(
-    path: Path, group: Cgroup | None = None, *, meanwhile: Callable[[], None] | None = None, **options: Any
-) -> dict[str, Any]:
-    """Read an epoch in a separate process; call `meanwhile` after its first batches."""
+def epoch(path: Path, group: Cgroup | None = None) -> dict[str, Any]:
+    """Read an epoch in a separate process."""
     forget(path)
-    with subprocess.Popen(
-        [sys.executable, PROGRAMS / "limited_epoch.py", path, json.dumps(FETCH | options)],
-        stdin=subprocess.PIPE,
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "limited_epoch.py", path],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=None if group is None else group.enter,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
-            if meanwhile is not None:
-                meanwhile()
-            printed, _ = process.communicate("\n", timeout=600)
-        finally:
-            process.kill()
-    assert process.returncode == 0
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        timeout=600,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def too_small_for(found: dict[str, Any]) -> int:
-    """Return a memory limit that suffices for the process and its fetches, but not for the mapped file as well."""
-    return int(found["anon"]) + 350 * MIB
 
 
 def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
@@ -86,18 +69,11 @@ def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
     expected = epoch(atlas)
     assert expected["is_mapped"]
     assert expected["n_rows"] == N_OBS
-    small = cgroup(too_small_for(expected))
+    # This suffices for the process and its fetches, but not for the mapped file as well.
+    small = cgroup(int(expected["anon"]) + 350 * MIB)
     limited = epoch(atlas, small)
     assert small.n_killed() == 0
     assert not limited["is_mapped"]
     assert limited["digest"] == expected["digest"]
     # A page on the boundary of two blocks is read twice.
     assert limited["read"] <= 1.2 * atlas.stat().st_size
-
-
-def test_a_limit_that_is_lowered_while_an_epoch_runs_is_survived(atlas: Path, cgroup: Callable[[int], Cgroup]) -> None:
-    group, small = cgroup(4096 * MIB), too_small_for(epoch(atlas))
-    lowered = epoch(atlas, group, meanwhile=lambda: group.limit(small))
-    assert group.n_killed() == 0
-    assert lowered["n_rows"] == N_OBS
-    assert lowered["digest"] == epoch(atlas, mmap=False)["digest"]

@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-import dasksc
 from tests.support.data import write_store
 from tests.support.programs import PROGRAMS, run
 
@@ -71,18 +70,3 @@ def reports(files: dict[str, Path]) -> list[dict[str, Any]]:
 def test_the_peak_of_anonymous_memory_is_below_the_projection(reports: list[dict[str, Any]], number: int) -> None:
     report, least = reports[number], CASES[number][2]
     assert least <= max(report["peaks"]) <= report["projected"], report
-
-
-def project(path: Path, **options: object) -> int:
-    settings = {"fetch_factor": FETCH // 64, "prefetch": 2, "rank": 0, "world_size": 1, "seed": 0, **options}
-    projected = dasksc.scDataset(path, dasksc.BlockShuffling(64), 64, **settings).projected_bytes
-    assert projected is not None
-    return projected
-
-
-def test_a_mapped_file_costs_its_batches_and_a_decoded_one_its_rows(files: dict[str, Path]) -> None:
-    rows = 3 * FETCH * N_VARS * 0.4 * 8
-    assert project(files["plain.h5ad"]) < 0.9 * rows
-    for name in ("gzip.h5ad", "csr.zarr"):
-        assert rows < project(files[name]) < 3 * rows
-    assert project(files["plain.h5ad"], mmap=False) > rows

@@ -22,18 +22,9 @@ from dasksc import (
     Streaming,
     scDataset,
 )
+from tests.support.sets import Own
 
 pytestmark = pytest.mark.core
-
-
-class Backwards(SamplingStrategy):
-    """Custom strategy that reads the rows in reverse order."""
-
-    def get_len(self, data_collection):
-        return len(data_collection)
-
-    def get_indices(self, data_collection, seed=None, rng=None):
-        return np.arange(len(data_collection))[::-1]
 
 
 LABELS = np.repeat([0, 1, 2], [60, 30, 13])
@@ -45,7 +36,7 @@ STRATEGIES = [
     BlockWeightedSampling(4, weights=np.arange(103)),
     BlockWeightedSampling(4, weights=np.arange(103), total_size=40, replace=False),
     ClassBalancedSampling(LABELS, 4),
-    Backwards(),
+    Own(np.arange(103)[::-1]),
 ]
 
 
@@ -213,21 +204,6 @@ def test_an_epoch_can_be_stopped_three_times_and_resumed_elsewhere(data):
     assert not whole - seen
     assert (seen - whole).total() <= n_padded
     assert (state["epoch"], state["consumed"]) == (1, [])
-
-
-@pytest.mark.parametrize(("before", "after"), [((4, 4), (2, 8)), ((1, 12), (3, 4)), ((2, 6), (4, 3))])
-def test_the_global_batch_can_be_kept_when_the_world_changes(before, after):
-    sizes = [{"world_size": world, "batch_size": batch} for world, batch in (before, after)]
-    head, state = read(ranks_of(**sizes[0]), 3)
-    ranks = ranks_of(**sizes[1], state=state)
-    tail, _ = read(ranks)
-    n_global = before[0] * before[1]
-    assert n_global == after[0] * after[1]
-    steps = [sum(map(len, batches)) for batches in [*zip(*head, strict=True), *zip(*tail, strict=True)]]
-    assert steps[:-1] == [n_global] * (len(steps) - 1)
-    seen = rows_in(head) + rows_in(tail)
-    assert set(seen) == set(range(103))
-    assert seen.total() - 103 == ranks[0].stats()["n_padded"]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,6 @@ import torch
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.executor.tasks import part_of
-from dasksc.memory import model as memory_model
-from dasksc.storage.matrices import CSRMatrix
 from tests.support.screens import N, dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
@@ -123,31 +120,6 @@ def test_modalities_have_controls_of_every_kind() -> None:
     batch = next(iter(data))
     np.testing.assert_array_equal(batch.control["protein"].X[:, 0], batch.control.index.numpy() * 3)
     np.testing.assert_array_equal(batch.control["rna"].X, adata.X[batch.control.index.numpy()].toarray())
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("part_bytes", [2**25, 5_000])
-def test_targets_and_controls_are_read_together_in_ascending_order(
-    path: Path, part_bytes: int, layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[list[int]] = []
-    fetch = CSRMatrix.fetch
-
-    def recorded(self: CSRMatrix, rows: Any) -> Any:
-        read.append(rows.tolist())
-        return fetch(self, rows)
-
-    monkeypatch.setattr(CSRMatrix, "fetch", recorded)
-    monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
-    data = dataset(path, sets(n_controls=2), scheduler="synchronous", layout=layout)
-    yielded = [row for batch in data for part in (batch, batch.control) for row in part.index.tolist()]
-    plan, n_parts = data.plan(0), data.memory.reading_mode().n_parts
-    assert (n_parts > 1) == (part_bytes < 2**25)
-    fetches = [plan.fetch(k).rows for k in range(plan.n_fetches)]
-    assert len(fetches) > 2
-    assert read == [part_of(rows, part, n_parts).tolist() for rows in fetches for part in range(n_parts)]
-    assert all(rows == sorted(rows) for rows in read)
-    assert sorted(row for rows in read for row in rows) == sorted(yielded)
 
 
 TRANSFORMS: dict[str, Callable[[], Any]] = {

@@ -32,15 +32,6 @@ def test_workers_that_resume_a_pass_read_its_epoch_and_the_next_pass_reads_the_n
     assert counter.peek() == 6
 
 
-def test_a_pass_can_be_gone_on_with_again():
-    counter = EpochCounter()
-    for epoch in (4, 4, 7):
-        for worker in range(2):
-            counter.resume(1234, worker, 2, epoch=epoch)
-        assert [counter.join(1234, worker, 2) for worker in range(2)] == [epoch, epoch]
-        assert counter.peek() == epoch + 1
-
-
 def test_the_work_of_workers_is_known_once_all_have_reported_it() -> None:
     counter = EpochCounter()
     assert counter.reports() is None

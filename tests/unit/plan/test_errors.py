@@ -127,20 +127,6 @@ def test_sets_that_cannot_be_drawn_are_refused(options: dict[str, Any], error: t
         bound(obs, **({"by": "gene", "set_size": 8} | options))
 
 
-@pytest.mark.parametrize(
-    ("labels", "given", "facts"),
-    [
-        ([0, 1], "0", r"'0'.*mean 0\?"),
-        ([False, True], "True", r"'True'.*mean True\?"),
-        (["0", "1"], 0, r"0.*mean '0'\?"),
-        (["ctrl", "A"], "ctrI", r"'ctrI'.*mean 'ctrl'\?"),
-    ],
-)
-def test_a_label_that_is_missing_is_told_apart_by_its_type(labels: list[Any], given: Any, facts: str) -> None:
-    with pytest.raises(MissingKeyError, match=facts):
-        bound(pd.DataFrame({"gene": labels * 10}), "gene", 2, control={"gene": given})
-
-
 def test_columns_that_are_missing_or_continuous_are_refused() -> None:
     obs = screen().assign(dose=np.random.default_rng(0).random(2000))
 
@@ -154,21 +140,6 @@ def test_columns_that_are_missing_or_continuous_are_refused() -> None:
             CellSets("gene", 8, control=CONTROL, match=[name]).bind(len(obs), labels_of)
     with pytest.raises(InputError, match="'gene'.* no obs"):
         CellSets("gene", 4).get_len(np.zeros((20, 3)))
-
-
-@pytest.mark.parametrize(
-    ("options", "facts"),
-    [
-        ({"batch_size": 0}, "batch_size"),
-        ({"rank": 2, "world_size": 2}, "rank.*2"),
-        ({"epoch": -1}, "epoch"),
-        ({"epoch": 2**32}, "epoch"),
-    ],
-)
-def test_sizes_that_make_no_plan_are_refused(options: dict[str, Any], facts: str) -> None:
-    sampler = bind(BlockShuffling(), range(10), 10, lambda key: None)
-    with pytest.raises(InputError, match=facts):
-        dasksc.EpochPlan(sampler=sampler, **{"batch_size": 4, **options})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,20 +22,11 @@ from dasksc import EpochPlan
 from dasksc.plan import label_entropy as mixing
 from dasksc.plan.binding import bind
 from dasksc.plan.order import BlockOrder
+from tests.support.sets import Own
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
-
-
-class Backwards(dasksc.SamplingStrategy):
-    """Custom strategy that reads every other row, from the last to the first."""
-
-    def get_len(self, data_collection: Any) -> int:
-        return -(-len(data_collection) // 2)
-
-    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> NDArray[np.int64]:
-        return np.arange(len(data_collection))[::-2]
 
 
 class Shuffled(dasksc.SamplingStrategy):
@@ -63,7 +53,7 @@ def strategy_of(name: str, n: int, block_size: int) -> dasksc.SamplingStrategy:
         "balanced": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size),
         "balanced batches": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size, per_batch=True),
         "balanced, no replacement": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size, replace=False),
-        "user": Backwards,
+        "user": lambda: Own(np.arange(n)[::-2]),
         "user shuffled": Shuffled,
     }[name]()
 
@@ -204,20 +194,6 @@ def test_drop_last_leaves_every_row_out_as_often_as_any_other(
     assert np.abs(left_out / n_epochs - share).max() <= z * np.sqrt(share * (1 - share) / n_epochs)
 
 
-def test_streaming_shuffles_inside_fetches_only() -> None:
-    plan = plan_of(dasksc.Streaming(shuffle=True), 100, batch_size=5, fetch_factor=4)
-    for k in range(plan.n_fetches):
-        fetch = plan.fetch(k)
-        np.testing.assert_array_equal(fetch.rows, np.arange(20 * k, 20 * (k + 1)))
-        assert np.any(fetch.order != np.arange(20))
-
-
-def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
-    plan = plan_of(Backwards(), 50, batch_size=5, fetch_factor=2)
-    np.testing.assert_array_equal(plan.fetch(0).rows, np.arange(31, 50, 2))
-    np.testing.assert_array_equal(yielded_by(plan), np.arange(50)[::-2])
-
-
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("equal_ranks", [False, True])
@@ -246,19 +222,6 @@ def test_full_blocks_stay_whole() -> None:
         rows = set(yielded_by(rank).tolist())
         for block in order[rank.rank : n_rounds * world_size : world_size]:
             assert set(range(block * block_size, (block + 1) * block_size)) <= rows
-
-
-def test_rows_are_mixed_within_their_fetch_uniformly() -> None:
-    # Position at which the first row of a fetch is yielded: 32 positions, 2,000 epochs.
-    places = [
-        int(
-            np.flatnonzero(
-                plan_of(dasksc.BlockShuffling(4), 64, batch_size=8, fetch_factor=4, epoch=e).fetch(1).order == 0
-            )[0]
-        )
-        for e in range(2000)
-    ]
-    assert stats.chisquare(np.bincount(places, minlength=32)).pvalue > ERROR
 
 
 def test_no_row_is_always_early_or_late() -> None:
@@ -344,13 +307,3 @@ def test_single_rows_mix_ideally_and_large_blocks_do_not() -> None:
     assert single.spread == pytest.approx(single.ideal_spread, rel=0.3)
     longer = batches_of_64(dasksc.BlockShuffling(64), 20_000, fetch_factor=32).diversity(labels)
     assert blocks.mean < longer.mean <= longer.ideal_mean + 0.05
-
-
-def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
-    plates = pd.Categorical.from_codes(np.arange(2000) // 200, list("abcdefghij"))
-    obs = pd.DataFrame({"plate": plates}, index=[str(i) for i in range(2000)])
-    adata = ad.AnnData(np.zeros((2000, 3), dtype=np.float32), obs=obs)
-    dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(50), batch_size=50, fetch_factor=4, seed=0)
-    measured = dasksc.diversity(dataset, "plate")
-    assert measured == dataset.plan().diversity(plates)
-    assert 0 < measured.mean < measured.ideal_mean

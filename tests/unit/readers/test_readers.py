@@ -36,10 +36,7 @@ def write_npz(adata: AnnData, path: Path) -> Path:
 def atlas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AnnData, Path]]:
     """Install the package of the guide; return an atlas in memory and the path of its `.npz` file."""
     site = tmp_path / "site"
-    for block in guides.blocks_of(GUIDE.read_text()):
-        if block.file is not None:
-            (site / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (site / block.file).write_text(block.code)
+    guides.write_files(GUIDE.read_text(), site)
     assert len((site / "npz_atlas.py").read_text().splitlines()) <= 36
     monkeypatch.syspath_prepend(site)
     registry.readers.cache_clear()

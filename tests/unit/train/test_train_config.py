@@ -13,6 +13,7 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingPathError, World
+from dasksc._compat.torch import UnsupportedVersionError, check_training
 from dasksc.plan.named import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
@@ -256,3 +257,11 @@ def test_modules_are_sharded_by_size_those_inside_first():
     expected = [net.layers[0][0], net.layers[0][1], net.layers[1][0], net.layers[1][1], net.attention]
     assert set(modules_to_shard(net, 30)) == set(expected)
     assert set(modules_to_shard(net, 140)) == {net.layers[0], net.layers[1], net.attention}
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+git", "2.13.0+cpu", "3.0.0"])
+def test_training_is_refused_with_a_torch_in_which_it_is_wrong(version):
+    check_training(version)
+    for old in ("2.8.0", "2.6.0+cu124", "1.13.1"):
+        with pytest.raises(UnsupportedVersionError, match="FSDP.*2.9"):
+            check_training(old)

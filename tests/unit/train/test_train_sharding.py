@@ -73,12 +73,3 @@ def test_parameters_stay_gathered_after_the_forward_pass_or_not(strategy, is_gat
     assert isinstance(model.large.weight, DTensor)
     whole({"X": torch.ones(3, 64)})
     assert isinstance(model.large.weight, DTensor) is not is_gathered
-
-
-@pytest.mark.parametrize(("min_num_params", "n_groups"), [(1000, 2), (100, 3), (10**6, 1)])
-def test_modules_of_enough_parameters_are_gathered_by_themselves(min_num_params, n_groups):
-    training = Training(fsdp=Fsdp(min_num_params=min_num_params))
-    model = Model()
-    distribute(model, training, PLACE)
-    sharded = [module for module in model.modules() if type(module).__name__.startswith("FSDP")]
-    assert len(sharded) == n_groups

@@ -152,33 +152,9 @@ def test_edges_are_those_of_numpy_to_the_bit_and_ties_are_spread_over_their_bins
     epoch=st.integers(0, 3),
     prepend_cls=st.booleans(),
     kind=st.sampled_from([RankTokens, ValueBins]),
+    shares=st.sampled_from([(0.0, 0.0), (0.5, 0.5), (1.0, 0.0), (0.0, 1.0), (0.3, 0.2)]),
 )
-def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind):
-    batch = batch_of(cells, "csr")
-    options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
-    bare = kind(GENES, **options).at_epoch(epoch)(batch)
-    made = kind(GENES, mask_ratio=ratio, **options).at_epoch(epoch)(batch)
-    first = int(prepend_cls)
-    hidden, shown, mark = ("input_ids", None, 1) if kind is RankTokens else ("values", "input_ids", -1)
-    expected, labels = bare[hidden].tolist(), torch.full_like(bare.input_ids, IGNORED).tolist()
-    for i, key in enumerate(keys_of(4, epoch, batch.index.tolist())):
-        for k in masked(key, int(bare.attention_mask[i].sum()) - first, ratio):
-            labels[i][first + k], expected[i][first + k] = expected[i][first + k], mark
-    assert made[hidden].tolist() == expected
-    assert made.labels.tolist() == labels
-    assert (made["values"][made.labels != IGNORED] == -1).all()
-    if shown:
-        assert torch.equal(made[shown], bare[shown])
-
-
-@given(
-    cells=CELLS,
-    epoch=st.integers(0, 3),
-    prepend_cls=st.booleans(),
-    kind=st.sampled_from([RankTokens, ValueBins]),
-    shares=st.sampled_from([(0.5, 0.5), (1.0, 0.0), (0.0, 1.0), (0.3, 0.2)]),
-)
-def test_some_predicted_genes_are_replaced_and_some_are_shown(cells, epoch, prepend_cls, kind, shares):
+def test_masks_hide_replace_or_show_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind, shares):
     batch = batch_of(cells, "csr")
     options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
     # Genes missing from the vocabulary are never used as replacements.
@@ -186,15 +162,15 @@ def test_some_predicted_genes_are_replaced_and_some_are_shown(cells, epoch, prep
     options |= {"vocabulary": vocabulary, "missing": "drop"}
     bare = kind(GENES, **options).at_epoch(epoch)(batch)
     replaced, kept = shares
-    tokens = kind(GENES, mask_ratio=0.5, random_replace_ratio=replaced, keep_ratio=kept, **options)
+    tokens = kind(GENES, mask_ratio=ratio, random_replace_ratio=replaced, keep_ratio=kept, **options)
     made = tokens.at_epoch(epoch)(batch)
-    plain = kind(GENES, mask_ratio=0.5, **options).at_epoch(epoch)(batch)
-    assert torch.equal(made.labels, plain.labels)  # labels do not depend on how masked genes are replaced
     first = int(prepend_cls)
     ids, values = bare.input_ids.tolist(), bare["values"].tolist()
+    hidden, labels = ids if kind is RankTokens else values, torch.full_like(bare.input_ids, IGNORED).tolist()
     choices = list(range(0, 2 * (N_GENES - 1), 2))
     for i, key in enumerate(keys_of(4, epoch, batch.index.tolist())):
-        for k in masked(key, int(bare.attention_mask[i].sum()) - first, 0.5):
+        for k in masked(key, int(bare.attention_mask[i].sum()) - first, ratio):
+            labels[i][first + k] = hidden[i][first + k]
             fate, draw = (twins.uniform(twins.stream(key, number), k) for number in (2, 3))
             if fate < replaced:
                 if kind is RankTokens:
@@ -207,6 +183,7 @@ def test_some_predicted_genes_are_replaced_and_some_are_shown(cells, epoch, prep
                     ids[i][first + k] = vocabulary.mask_id
     assert made.input_ids.tolist() == ids
     assert made["values"].tolist() == values
+    assert made.labels.tolist() == labels
 
 
 def test_padding_reaches_the_longest_cell_or_the_largest_length():

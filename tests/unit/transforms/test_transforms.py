@@ -77,24 +77,10 @@ def test_fetch_transform_adata_is_a_float32_tensor_without_columns(adata):
     np.testing.assert_array_equal(X.numpy(), dense_counts())
 
 
-def test_fetch_transform_adata_with_columns_is_indexed_together(adata):
-    multi = fetch_transform_adata(adata, columns=["n_counts"])
-    assert multi["X"].dtype == torch.float32
-    part = multi[np.array([3, 1])]
-    assert part["X"].tolist() == dense_counts()[[3, 1]].tolist()
-    assert part["n_counts"].tolist() == [3.0, 1.0]
-
-
 @pytest.mark.parametrize("transform", [adata_to_mindex, fetch_transform_adata])
 def test_an_unknown_column_is_named_beside_those_there_are(transform):
     with pytest.raises(MissingKeyError, match="'celltype'.*cell_type"):
         transform(make_adata(dense_counts()), columns=["celltype"])
-
-
-def test_fetch_transform_adata_takes_read_only_and_turned_arrays():
-    X = np.asfortranarray(dense_counts().astype(np.float32))
-    X.flags.writeable = False
-    np.testing.assert_array_equal(fetch_transform_adata(make_adata(X)).numpy(), X)
 
 
 CELLS = [
