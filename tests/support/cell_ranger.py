@@ -10,16 +10,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-__all__ = ["make_counts", "write_v2", "write_v3"]
-
-
-def make_counts(n_obs: int, n_vars: int, *, seed: int = 0) -> sp.csr_matrix:
-    """Return a CSR matrix of counts with sorted column indices, and with empty cells at the start, middle and end."""
-    rng = np.random.default_rng(seed)
-    dense = rng.integers(1, 100, (n_obs, n_vars)) * (rng.random((n_obs, n_vars)) < 0.3)
-    for row in (0, n_obs // 2, n_obs - 1):
-        dense[row] = 0
-    return sp.csr_matrix(dense.astype(np.int32))
+__all__ = ["write_v2", "write_v3"]
 
 
 def write_v3(

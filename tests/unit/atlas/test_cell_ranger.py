@@ -16,7 +16,8 @@ from anndata import AnnData
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError, StorageError
-from tests.support.cell_ranger import make_counts, write_v2, write_v3
+from tests.support.cell_ranger import write_v2, write_v3
+from tests.support.data import make_values
 
 pytestmark = pytest.mark.core
 
@@ -49,7 +50,7 @@ def same(opened: AnnData, expected: AnnData) -> None:
 def write(path: Path, **options: Any) -> Path:
     of_features = {"pattern": [""] * 14 + ["5PNNNNNNNNNN(BC)"] * 6, "is_control": np.arange(20) % 3 == 0}
     names = {"name": NAMES, "feature_type": TYPES, "genome": GENOMES, "features": of_features}
-    return write_v3(path, make_counts(60, 20), **names, **options)
+    return write_v3(path, make_values(60, 20, dtype=np.int32), **names, **options)
 
 
 @pytest.fixture
@@ -67,14 +68,14 @@ def test_version_3_is_what_scanpy_reads(tmp_path: Path, compression: str | None,
 
 
 def test_version_2_is_what_scanpy_reads(tmp_path: Path) -> None:
-    path = write_v2(tmp_path / "a.h5", {"GRCh38": make_counts(30, 12)})
+    path = write_v2(tmp_path / "a.h5", {"GRCh38": make_values(30, 12, dtype=np.int32)})
     same(dasksc.open(path), scanpys(path))
     same(dasksc.open(path, feature_types=GENES), scanpys(path, gex_only=True))
 
 
 @pytest.mark.parametrize("genome", ["hg19", "mm10"])
 def test_version_2_has_a_matrix_for_each_genome(tmp_path: Path, genome: str) -> None:
-    counts = {"hg19": make_counts(30, 12), "mm10": make_counts(17, 9, seed=1)}
+    counts = {"hg19": make_values(30, 12, dtype=np.int32), "mm10": make_values(17, 9, dtype=np.int32, seed=1)}
     path = write_v2(tmp_path / "a.h5", counts)
     with pytest.raises(InputError, match="hg19.*mm10.*genome='hg19'"):
         dasksc.open(path)
@@ -100,7 +101,7 @@ def test_features_are_chosen_as_scanpy_chooses_them(v3: Path, options: Any, of_s
 
 
 def test_several_files_are_one_atlas(tmp_path: Path) -> None:
-    counts = [make_counts(30, 10, seed=1), make_counts(25, 10, seed=2)]
+    counts = [make_values(30, 10, dtype=np.int32, seed=1), make_values(25, 10, dtype=np.int32, seed=2)]
     for sample, one in zip("ab", counts, strict=True):
         (tmp_path / sample).mkdir()
         write_v3(tmp_path / sample / "filtered_feature_bc_matrix.h5", one, feature_type=TYPES[9:19])

@@ -376,15 +376,6 @@ def test_matches_of_a_pattern_that_are_not_atlases_are_named(tree: Path) -> None
         dasksc.open(f"{tree}/empty/**")
 
 
-def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    names = ["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True)
-    paths = [write(atlas(i, 3, GENES), tmp_path / name, "plain") for i, name in enumerate(names)]
-    for n in (2, 3):
-        assert dasksc.open(paths[:n], label="part").obs["part"].cat.categories.tolist() == names[:n]
-
-
 @pytest.mark.parametrize("what", ["*.h5ad", ""])
 def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Path, what: str) -> None:
     adata = atlas(0, 6, GENES, has=PARTS)

@@ -99,8 +99,12 @@ def test_var_follows_the_genes(tmp_path: Path, adata: ad.AnnData) -> None:
     report = dasksc.convert(path, tmp_path / "b.zarr", genes=["gene5", "new"], genes_missing="drop")
     assert report.genes is not None
     assert report.genes.startswith("1 of 2 genes matched by var_names (50.0%); 1 missing, left out: new")
+
+
+def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad.AnnData) -> None:
+    path = write_store(adata, tmp_path, "h5ad")
     options: dict[str, Any] = {"genes_key": "symbol", "genes_missing": "zero", "genes_repeated": "sum"}
-    found = written(tmp_path, path, genes=["S4", "none", "twice"], overwrite=True, **options)
+    found = written(tmp_path, path, genes=["S4", "none", "twice"], **options)
     assert list(found.var["symbol"]) == ["S4", "none", "twice"]
     assert list(found.var_names) == ["gene4", "none", "gene2"]
 

@@ -36,9 +36,10 @@ def test_text_has_the_values_and_then_a_section_for_each_table() -> None:
 
 
 def test_json_has_all_facts_which_are_attributes_too() -> None:
-    facts = json.loads(report().to_json())
-    assert list(facts) == list(report())
+    made = report()
+    facts = json.loads(made.to_json())
+    assert list(facts) == list(made)
     assert facts["ranks"] == [{"rank": 0, "n_rows": 7, "codec": None}, {"rank": 1, "n_rows": 7, "codec": None}]
-    assert (report().ranks[1].rank, report().limit_bytes) == (1, None)
+    assert (made.ranks[1].rank, made.limit_bytes) == (1, None)
     with pytest.raises(AttributeError, match="n_row'"):
-        report().n_row  # noqa: B018
+        made.n_row  # noqa: B018

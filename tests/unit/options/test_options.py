@@ -16,18 +16,14 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     ("type_", "given", "value"),
     [
-        (int, "128", 128),
         (float, "1e-4", 1e-4),
         (float, 2, 2.0),
         (int | str | None, "8", 8),
         (int | str | None, "8GiB", "8GiB"),
-        (int | str | None, "null", None),
         (bool, "false", False),
         (bool | Literal["auto"], "auto", "auto"),
         (list[str] | None, "a,b", ["a", "b"]),
         (list[str], "['a,b', c]", ["a,b", "c"]),
-        (list[int], "3,4", [3, 4]),
-        (str | list[str], "Gene Expression", "Gene Expression"),
         (str | list[str], "mm10,hg19", ["mm10", "hg19"]),
         (dict[str, Any], "skip_signature=true", {"skip_signature": True}),
         (dict[str, float], "{T cell: 2, B cell: 0.5}", {"T cell": 2.0, "B cell": 0.5}),

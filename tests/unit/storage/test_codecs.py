@@ -195,21 +195,16 @@ def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
-    # Each row stores the same number of values. Their columns are ascending and end with the last column of the matrix.
-    n_rows, n_columns = 400, min(n_vars // 2, 2000)
-    step = n_vars // n_columns
-    rng = np.random.default_rng(0)
-    indices = np.arange(n_columns) * step + rng.integers(0, step, (n_rows, n_columns))
-    indices[:, -1] = n_vars - 1
-    data = rng.random(indices.size, dtype=np.float32)
-    matrix = sp.csr_matrix((data, indices.ravel(), np.arange(n_rows + 1) * n_columns), shape=(n_rows, n_vars))
+    """Write rows of as many values each, whose columns are ascending and end with the last one of the matrix."""
+    n_columns, rng = min(n_vars // 2, 2000), np.random.default_rng(0)
+    columns = [np.append(np.sort(rng.choice(n_vars - 1, n_columns - 1, replace=False)), n_vars - 1) for _ in range(400)]
+    data = rng.random(400 * n_columns, dtype=np.float32)
+    matrix = sp.csr_matrix((data, np.concatenate(columns), np.arange(401) * n_columns), shape=(400, n_vars))
     group = zarr.open_group(path, mode="w", zarr_format=3).create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "shape": list(matrix.shape)})
+    codec = zarr.codecs.ZstdCodec(level=1)
     for name, values in (("data", matrix.data), ("indices", matrix.indices.astype(dtype)), ("indptr", matrix.indptr)):
-        array = group.create_array(
-            name, shape=values.shape, chunks=(chunk,), dtype=values.dtype, compressors=zarr.codecs.ZstdCodec(level=1)
-        )
-        array[:] = values
+        group.create_array(name, data=values, chunks=(chunk,), compressors=codec)
     return matrix
 
 

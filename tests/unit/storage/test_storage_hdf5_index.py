@@ -106,44 +106,33 @@ def test_a_file_that_is_being_written_is_left_to_hdf5(tmp_path: Path) -> None:
     same(table, theirs(path))
 
 
-@st.composite
-def histories(draw: st.DrawFn) -> dict[str, Any]:
-    n_dims = draw(st.integers(1, 4))
-    lengths = st.integers(0, {1: 300, 2: 40, 3: 10, 4: 6}[n_dims])
-    return {
-        "libver": draw(st.sampled_from([*OLD, *NEW])),
-        "shape": draw(st.tuples(*[lengths] * n_dims)),
-        "chunks": draw(st.tuples(*[st.integers(1, 4)] * n_dims)),
-        "resized": draw(st.lists(st.tuples(*[lengths] * n_dims), max_size=3)),
-        "compression": draw(st.sampled_from([None, "gzip"])),
-        "seed": draw(st.integers(0, 2**31)),
-        "n_written": draw(st.integers(0, 200)),
-    }
-
-
-@given(history=histories())
+@given(
+    libver=st.sampled_from([*OLD, *NEW]),
+    chunks=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    compression=st.sampled_from([None, "gzip"]),
+    n_written=st.integers(0, 200),
+    seed=st.integers(0, 2**31),
+)
 def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
-    tmp_path_factory: pytest.TempPathFactory, history: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory, libver: Any, chunks: Any, compression: Any, n_written: int, seed: int
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "history.h5"
-    rng = np.random.default_rng(history["seed"])
-    shape, chunks = history["shape"], history["chunks"]
-    with h5py.File(path, "w", libver=history["libver"]) as file:
-        dataset = file.create_dataset(
-            "X", shape, "i2", chunks=chunks, maxshape=(None,) * len(shape), compression=history["compression"]
-        )
-        for resized in [shape, *history["resized"]]:
+    path, rng = tmp_path_factory.getbasetemp() / "history.h5", np.random.default_rng(seed)
+    shapes = rng.integers(0, {1: 300, 2: 40, 3: 10, 4: 6}[len(chunks)] + 1, (1 + rng.integers(4), len(chunks))).tolist()
+    with h5py.File(path, "w", libver=libver) as file:
+        options = {"chunks": tuple(chunks), "maxshape": (None,) * len(chunks), "compression": compression}
+        dataset = file.create_dataset("X", shapes[0], "i2", **options)
+        for resized in shapes:
             try:
                 dataset.resize(resized)
             except RuntimeError:  # resize reads chunks at the edge, and HDF5 ignores their filter mask
                 reject()
             grid = [-(-n // length) for n, length in zip(resized, chunks, strict=True)]
-            for _ in range(history["n_written"] if all(grid) else 0):
+            for _ in range(n_written if all(grid) else 0):
                 at = tuple(int(rng.integers(n)) * length for n, length in zip(grid, chunks, strict=True))
                 data = rng.bytes(2 * int(np.prod(chunks)))
-                is_raw = not history["compression"] or rng.random() < 0.5
+                is_raw = not compression or rng.random() < 0.5
                 dataset.id.write_direct_chunk(at, data if is_raw else zlib.compress(data), filter_mask=int(is_raw))
-    with whose(by_hdf5=history["libver"] in NEW) if all(grid) else mock.MagicMock():
+    with whose(by_hdf5=libver in NEW) if all(grid) else mock.MagicMock():
         same(ours(path), theirs(path))
 
 

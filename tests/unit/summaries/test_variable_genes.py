@@ -7,10 +7,10 @@ import logging
 import warnings
 
 import anndata as ad
-import dask
 import numpy as np
 import pandas as pd
 import pytest
+import scanpy as sc
 import scipy.sparse as sp
 
 import dasksc
@@ -52,7 +52,6 @@ def moments_of_batches(adata: ad.AnnData, by: str, func: list[str]) -> ad.AnnDat
 
 
 def of_scanpy(adata: ad.AnnData, n_top_genes: int, batch_key: str | None = None) -> pd.DataFrame:
-    sc = pytest.importorskip("scanpy")
     pytest.importorskip("skmisc")
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.filterwarnings("ignore", "The inplace keyword in")  # deprecated in pandas 3.1, used by scanpy
@@ -89,19 +88,6 @@ def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tm
     assert_same(ours, theirs)
     assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()
     assert ours["highly_variable"].dtype == bool
-
-
-def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pass(monkeypatch):
-    from dasksc.summaries.reading import Pass
-
-    pytest.importorskip("skmisc")
-    monkeypatch.setattr(Pass, "__iter__", lambda self: pytest.fail("values are read"))
-    adata = made_up()
-    # Sufficient for the first pass, which needs 64 bytes per gene and batch.
-    n_bytes = adata.obs["batch"].nunique() * adata.n_vars * 80
-    message = r"groups of cells x .* genes need .*memory-limit is .* Group by fewer"
-    with dask.config.set({"dasksc.memory-limit": n_bytes}), pytest.raises(InputError, match=message):
-        dasksc.highly_variable_genes(adata, 50, "seurat_v3", "batch")
 
 
 def test_other_flavors_are_left_to_scanpy():
