@@ -16,7 +16,7 @@ from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
 from dasksc.conversion.contents import contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
-from dasksc.conversion.inputs import Order, SparseMatrix, check_target, plan_of, recipe_of, target_path
+from dasksc.conversion.inputs import Order, check_target, plan_of, recipe_of, target_path
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.tables import check_tables
 from dasksc.inspection.report import Report
@@ -169,7 +169,7 @@ def convert(
     unread = None if index_unique is not None else UnreadNames.of(data, options)
     elements = elements_of(data, None, replace(options, has_names=unread is None), extent="all", **joining)
     left_out, adata = elements.left_out, elements.to_anndata()
-    contents = contents_of(adata, filter, request)
+    contents = contents_of(adata, filter, request, layout)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
     del adata, elements  # a filter has copied its columns
@@ -178,10 +178,6 @@ def convert(
     check_tables(contents, names)
     check_target(contents.matrices.values(), work_folder.target)
     plan = plan_of(contents, recipe)
-    if layout == "csr":
-        for key, matrix in contents.matrices.items():
-            if matrix.layout == "dense" and not key.startswith("obsm/"):
-                contents.matrices[key] = SparseMatrix(matrix)
     job = Conversion(contents, work_folder, plan, names=names, limit_bytes=limit)
     try:
         with work_folder.explaining(), work_folder.locked():

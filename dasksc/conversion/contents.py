@@ -8,13 +8,14 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError
 from dasksc.loader.genes import GeneMatch, GeneRequest
-from dasksc.pushdown import matrix_of
+from dasksc.pushdown import matrix_of, row_local
 from dasksc.storage import ColumnMaps, Columns, ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
 
 ADVICE = (
@@ -39,7 +40,7 @@ class Contents:
         return len(self.cells["obs"])
 
 
-def contents_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Contents:
+def contents_of(adata: AnnData, expression: str | None, genes: GeneRequest, layout: str | None) -> Contents:
     """Return the cells for which an expression over obs holds, and the requested columns of X and of layers."""
     rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs, of=adata))
     if rows is not None and not len(rows):
@@ -60,7 +61,7 @@ def contents_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> C
         others["varp"] = {name: element[at][:, at] for name, element in others["varp"].items()}
     if adata.raw is not None:
         others |= {"raw/var": adata.raw.var, "raw/varm": dict(adata.raw.varm)}
-    matrices = matrices_of(adata)
+    matrices = matrices_of(adata, layout)
     for key, matrix in matrices.items():
         if columns is not None and (key == "X" or key.startswith("layers/")):
             matrix = _with_columns(matrix, columns)
@@ -77,18 +78,23 @@ def contents_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> C
     )
 
 
-def matrices_of(adata: AnnData) -> dict[str, Matrix]:
-    """Return the matrices of an AnnData object that have one row per cell, by their keys in a store."""
+def matrices_of(adata: AnnData, layout: str | None = None) -> dict[str, Matrix]:
+    """Return the matrices with one row per cell, by their keys in a store; dense ones as CSR if `layout` is."""
     arrays: dict[str, Any] = {"X": adata.X}
     # From AnnData 0.13 on, layers[None] is X.
     arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
-    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
     if adata.raw is not None:
         arrays["raw/X"] = adata.raw.X
+    arrays = {key: array for key, array in arrays.items() if array is not None}
+    for key, array in arrays.items() if layout == "csr" else ():
+        if isinstance(array._meta, np.ndarray):
+            meta = sp.csr_matrix((0, 0), dtype=array.dtype)
+            arrays[key] = array.map_blocks(row_local(sp.csr_matrix), dtype=array.dtype, meta=meta)
+    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
     for key in arrays:
         if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
             raise InputError(f"{key!r} cannot be a key of a Zarr store; rename the element first")
-    return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
+    return {key: matrix_of(array) for key, array in arrays.items()}
 
 
 def _with_columns(matrix: Matrix, columns: Columns) -> Matrix:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 from dask.base import tokenize
-from numpy.typing import NDArray
 
 from dasksc.atlas.concat import MERGES, check_fill_value
 from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
@@ -19,10 +16,6 @@ from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
 from dasksc.output.inputs import leaves_read, token_of
 from dasksc.storage import Matrix, is_url
-from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.fetched_csr import CSRRowBuffer
-from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import FetchCost, Layout
 
 # Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 4
@@ -97,28 +90,3 @@ def plan_of(contents: Contents, recipe: dict[str, Any]) -> dict[str, Any]:
         "groups": tokenize(*groups) if groups else None,
         **recipe,
     }
-
-
-class SparseMatrix:
-    """Dense matrix whose rows are fetched as CSR, without zeros."""
-
-    layout: Layout = "csr"
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.parts = (matrix,)
-        self.shape = matrix.shape
-        self.label = matrix.label
-        self.dtype: np.dtype[Any] = matrix.dtype
-        self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
-
-    @property
-    def cost(self) -> FetchCost:
-        """Memory that a fetch takes: that of the dense rows, and as much again if few of their values are zero."""
-        cost = self.parts[0].cost
-        return replace(cost, row=cost.row + 4 * self.shape[1], working=cost.held + cost.working + cost.row)
-
-    def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
-        fetched = self.parts[0].fetch(check_rows(self.label, self.shape[0], rows))
-        block = fetched.gather_csr(np.arange(len(rows), dtype=np.int64), dtype=memory_dtype(self.stored_dtype))
-        return CSRRowBuffer.of_block(self.label, rows, self.shape[1], self.dtype, block)
