@@ -10,9 +10,10 @@ from tests.support.training import six_steps
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imported_optimizers() -> None:
-    """The first test that trains would import this, and be too slow for a core test."""
-    import_module("torch._dynamo")
+def imported_libraries() -> None:
+    """The first test that trains would import these, and be too slow for a core test."""
+    for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "jsonargparse"):
+        import_module(name)
 
 
 @pytest.fixture

@@ -232,7 +232,9 @@ def store(atlas, tmp_path) -> Path:
     return path
 
 
-def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
+def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path, monkeypatch):
+    for name in ("_LEAST_ROWS", "_MOST_ROWS"):
+        monkeypatch.setattr(f"dasksc.inference.store.{name}", 64)
     model = Embedder()
     report = predict(model.both, store, store, categories={"predicted": LABELS})
     assert set(report.outputs) == {"obsm/X_emb", "obs/predicted", "obs/score"}

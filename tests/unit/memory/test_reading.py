@@ -118,7 +118,7 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
         return sorted(Path(label.partition(":/")[0]).stem for label in labels)
 
     modes: dict[tuple[str, ...], int] = {}
-    for n_bytes in range(64 * MIB, 16 * MIB, -(2**16)):
+    for n_bytes in range(64 * MIB, 16 * MIB, -(2**17)):
         modes.setdefault(tuple(unmapped_in(n_bytes)), n_bytes)
     assert list(modes) == [(), ("large",), ("large", "middle"), ("large", "middle", "small")]
     mapped, expected = epoch_in(2**40)

@@ -327,7 +327,7 @@ DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
 def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any]) -> None:
     obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
     day = pd.Index(column.iloc[20:21])
-    sampler = bound(obs, "gene", 4, control={"day": day[0]}, match=[])
+    sampler = bound(obs, "gene", 4, control={"day": day[:1]}, match=[])
     assert sampler.accounts["n_control_cells"] == 20
     assert all(set(controls) <= set(range(20, 40)) for _, _, controls in sets_of(plan_of(sampler)))
     weights = {label: float(label == day[0]) for label in column.unique()}
