@@ -13,7 +13,7 @@ from dasksc.plan.samplers import RowSampler, Sampler
 from dasksc.plan.strategies import SamplingStrategy
 from dasksc.plan.stratified import StratifiedSampler
 
-__all__ = ["bound", "is_empty", "reason_for_no_batches"]
+__all__ = ["bound", "reason_for_no_batches"]
 
 
 def bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[SamplingStrategy, Sampler]:
@@ -33,11 +33,6 @@ def bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[Sampl
             "would then lack batch.control. Instead of hooks, give transform=, a function that receives the batch"
         )
     return strategy, sampler
-
-
-def is_empty(plan: EpochPlan) -> bool:
-    """Return True if no rank yields a batch."""
-    return plan.n_dropped == plan.n_rows
 
 
 def reason_for_no_batches(plan: EpochPlan) -> str:

@@ -20,13 +20,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dasksc import checks
 from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
-from dasksc.displays import brief, changed_arguments, html_table
+from dasksc.displays import brief, changed_arguments
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import fetch_name
-from dasksc.loader.binding import bound, is_empty, reason_for_no_batches
+from dasksc.loader.binding import bound, reason_for_no_batches
 from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
 from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, settings_of, settings_of_batches, state_of
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["scDataset"]
 
 logger = logging.getLogger("dasksc.loader")
+
+# Attributes that ranks compare, besides the strategy and the content of batches.
+_COMPARED = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
 
 
 def _argument(name: str) -> Any:
@@ -431,13 +434,6 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
 
-    @property
-    def _settings_of_ranks(self) -> dict[str, str]:
-        """Settings that ranks compare, as text; see `fingerprint`."""
-        sizes = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
-        own = {name: str(getattr(self, name)) for name in sizes}
-        return settings_of_batches(self.source) | settings_of(self.spec) | own
-
     def _sizes(self, world: World) -> ConsumedSegment:
         return ConsumedSegment(
             world_size=world.world_size, batch_size=self.batch_size, fetch_factor=self.fetch_factor, n_batches=0
@@ -526,13 +522,15 @@ class scDataset(IterableDataset[Any]):
             number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
         consumed, n_done = self._tracker.resume(number).split_consumed(self._sizes(world))
         plan = self._plan_of(world, number, consumed)
-        if not plan.n_batches and not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
+        if not plan.n_batches and not consumed and plan.n_dropped == plan.n_rows and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
         agreement = self.ranks.agreement if worker is None else None
         iteration, after_first = self._iteration, None
         self._iteration += 1
         if agreement is not None:
-            agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
+            own = {name: str(getattr(self, name)) for name in _COMPARED}
+            settings = settings_of_batches(self.source) | settings_of(self.spec) | own
+            agreement.begin(iteration, number, self.fingerprint, settings)
             after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
@@ -676,13 +674,6 @@ class scDataset(IterableDataset[Any]):
         strategy, *others = self._arguments.items()
         arguments = [strategy[1], *(f"{name}={text}" for name, text in others)]
         return f"scDataset({self.source.name}, {self.source.n_obs} rows, {', '.join(arguments)})"
-
-    def _repr_html_(self) -> str:
-        plan = self._plan_of(self.ranks.current_world(), epoch=0)
-        rows = {"data": self.source.name, **settings_of_batches(self.source), **self._arguments}
-        rows["epoch"] = f"{plan.n_rows:,} rows, {plan.n_padded:,} repeated, {plan.n_dropped:,} left out"
-        rows[f"rank {plan.rank} of {plan.world_size}"] = f"{plan.n_rank_rows:,} rows, {plan.n_batches:,} batches"
-        return html_table("scDataset", rows.items())
 
 
 def _shown(given: dict[str, Any]) -> dict[str, str]:

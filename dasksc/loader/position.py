@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from dasksc import checks
-from dasksc.displays import brief
+from dasksc.displays import brief, set_arguments
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
@@ -112,14 +112,11 @@ class EpochTracker:
 
 def settings_of(spec: LoaderSpec) -> dict[str, str]:
     """Return the strategy, its arguments (of arrays, the shape and the data type) and the filter as text."""
-    strategy: Any = spec.strategy  # strategy classes defined by users need not be dataclasses
-    names = [field.name for field in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    arguments = set_arguments(spec.strategy, {}, with_defaults=True)
     # An argument of `scDataset` has the same name.
-    arguments = {
-        "drop_last of the strategy" if name == "drop_last" else name: brief(getattr(strategy, name)) for name in names
-    }
+    arguments = {"drop_last of the strategy" if name == "drop_last" else name: text for name, text in arguments.items()}
     filter = {} if spec.filter is None else {"filter": brief(spec.filter)}
-    return {"strategy": type(strategy).__name__, **arguments, **filter}
+    return {"strategy": type(spec.strategy).__name__, **arguments, **filter}
 
 
 def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
