@@ -342,13 +342,11 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         data = elements_of(data, wanted, OpenOptions(mmap=mmap, has_names=False), extent="batches")
     is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = (
+        spec.refuse_matrix_options(
             "hooks determine what the data set yields; add the equivalent code to the hooks"
             if hooks
-            else "the data must be an AnnData or a two-dimensional Dask array (obs=, layers= and obsm= need an "
-            f"AnnData); got {type(data).__name__}"
+            else f"the data must be an AnnData or a two-dimensional Dask array; got {type(data).__name__}"
         )
-        spec.refuse_matrix_options(why)
     if isinstance(data, AnnData | Elements):
         collection: Any = AnnDataView(data, opening, path, names)
         if hooks:
@@ -376,11 +374,9 @@ def _count(data: Any, spec: LoaderSpec) -> int:
         # Only the callback reads the collection, so the indices of the strategy determine the number of rows.
         n_obs = None if spec.fetch_callback is None else n_rows_from_indices(spec.strategy)
         if n_obs is None:
-            given = f"an object of type {type(data).__name__}"
             raise WrongTypeError(
-                f"{'None' if data is None else given} has no len(), so its rows cannot be sampled. Give a path, an "
-                "AnnData, an array or another collection that can be indexed by row numbers; or give fetch_callback= "
-                "together with indices= of the strategy"
+                f"an object of type {type(data).__name__} has no len(), so its rows cannot be sampled. Give a path, an "
+                "AnnData or a collection that can be indexed, or fetch_callback= with indices= of the strategy"
             ) from error
         return n_obs
 
