@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dasksc.atlas.assemble import Elements
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.assemble import Elements, require_key
 from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store

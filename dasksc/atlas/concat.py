@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.assemble import Elements, matrix_behind
-from dasksc.atlas.lookup import some
+from dasksc.checks import some
 from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy

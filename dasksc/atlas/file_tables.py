@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dasksc.atlas.assemble import Elements
+from dasksc.atlas.assemble import Elements, require_key
 from dasksc.atlas.expressions import holds
-from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingPathError
 from dasksc.storage import is_url
 

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dasksc.atlas.assemble import require_key
 from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.filtering import obs_of
-from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.checks import whole_number
 from dasksc.errors import InputError

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import checks
+from dasksc.atlas.expressions import columns_of
 from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments
@@ -26,22 +27,24 @@ from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import fetch_name
-from dasksc.loader.binding import bound, reason_for_no_batches
 from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
 from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, settings_of, settings_of_batches, state_of
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
-from dasksc.loader.source import MatrixSource, source_of
+from dasksc.loader.source import IndexedSource, MatrixSource, source_of
 from dasksc.loader.spec import LoaderSpec
-from dasksc.plan.binding import is_random
+from dasksc.plan.binding import bind, is_random, reason_for_no_batches, restricted
+from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.named import StrategyName, as_strategy
 from dasksc.plan.ranks import World
+from dasksc.plan.samplers import Sampler
 from dasksc.plan.sets import SetSampler
 from dasksc.plan.strategies import SamplingStrategy, Streaming
+from dasksc.plan.stratified import StratifiedSampler
 from dasksc.storage import BFLOAT16, Layout, UseMmap
 
 if TYPE_CHECKING:
@@ -284,7 +287,7 @@ class scDataset(IterableDataset[Any]):
         self.collection = self.source.collection
         self.categories = self.source.categories
         self.gene_match: Any = self.source.gene_match
-        self.strategy, self._sampler = bound(spec, self.source)
+        self.strategy, self._sampler = _bound(spec, self.source)
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self.memory = MemoryProjection(
             *(spec, self.source, self.ranks, self._scheduler),
@@ -674,6 +677,25 @@ class scDataset(IterableDataset[Any]):
         strategy, *others = self._arguments.items()
         arguments = [strategy[1], *(f"{name}={text}" for name, text in others)]
         return f"scDataset({self.source.name}, {self.source.n_obs} rows, {', '.join(arguments)})"
+
+
+def _bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[SamplingStrategy, Sampler]:
+    """Return the strategy with row numbers and masks in place of expressions over obs, and bound to the rows."""
+    strategy = spec.strategy
+    if spec.filter is not None:
+        strategy = restricted(strategy, source.rows_where(spec.filter), repr(spec.filter))
+    if spec.control is not None and isinstance(strategy, CellSets):
+        control = source.rows_where(spec.control)
+        strategy = strategy.with_control(control, list(columns_of(spec.control)))
+    sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
+    if isinstance(sampler, StratifiedSampler):
+        sampler = sampler.of_batches(spec.batch_size)
+    if sampler.n_controls and isinstance(source, IndexedSource):
+        raise InputError(
+            "CellSets(control=) needs an atlas and cannot be combined with fetch or batch hooks, because batches "
+            "would then lack batch.control. Instead of hooks, give transform=, a function that receives the batch"
+        )
+    return strategy, sampler
 
 
 def _shown(given: dict[str, Any]) -> dict[str, str]:

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.lookup import require_key, similar, some
-from dasksc.checks import check_one_of, name_or_none
+from dasksc.atlas.assemble import require_key
+from dasksc.checks import check_one_of, name_or_none, similar, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns

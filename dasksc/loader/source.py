@@ -19,11 +19,10 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas.assemble import Elements, matrix_behind
+from dasksc.atlas.assemble import Elements, matrix_behind, require_key
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import atlas_inputs, stem_of
-from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
