@@ -71,16 +71,11 @@ class EpochStats:
             self._waited_s += self._latest - wait_start
             self._compiled_s = seconds_compiling() - self._compiled_before_s
             self.n_batches += 1
-            self.n_rows += self._rows_of_latest()
+            if (plan := self.plan) is not None:
+                # Only the last batch of a rank may be short.
+                is_last = self._has_last and self.n_batches == self._n_left
+                self.n_rows += plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size if is_last else plan.batch_size
             yield batch
-
-    def _rows_of_latest(self) -> int:
-        if self.plan is None:
-            return 0
-        # Only the last batch of a rank may be short.
-        if self._has_last and self.n_batches == self._n_left:
-            return self.plan.n_rank_rows - (self.plan.n_batches - 1) * self.plan.batch_size
-        return self.plan.batch_size
 
     @property
     def compile_s(self) -> float:

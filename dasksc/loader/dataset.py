@@ -542,11 +542,11 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = epoch.stats
-        self._tracker.move(epoch.position)  # before reading, so that an epoch that fails can also be resumed
+        self._tracker.place = epoch.position  # before reading, so that an epoch that fails can also be resumed
         batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
             for batch in batches:
-                self._tracker.move(epoch.position)
+                self._tracker.place = epoch.position
                 yield batch
             self._tracker.finish(number)
         finally:
