@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 from anndata import AnnData
+from dask.utils import SerializableLock
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
@@ -253,7 +253,7 @@ class IndexedSource(Source):
         self.categories: dict[str, list[Any]] = Categories()
         self.gene_match = None
         # Held during calls of hooks and while the collection is indexed.
-        self.lock = threading.Lock()
+        self.lock = SerializableLock()
 
     @property
     def labels(self) -> list[str]:
@@ -282,15 +282,6 @@ class IndexedSource(Source):
             elif not ours:
                 data = take_rows(self.collection, rows)
             return data if spec.fetch_transform is None else spec.fetch_transform(data)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.lock = threading.Lock()
 
 
 def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
