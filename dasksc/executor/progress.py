@@ -97,13 +97,6 @@ class EpochStats:
         """Fraction of the time since the epoch began that the consumer spent waiting for batches."""
         return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Add the duration of the ``with`` block, which assembles one batch, to `gather_s`."""
-        start = perf_counter()
-        yield
-        self.gather_s += perf_counter() - start
-
     def now(self) -> dict[str, float]:
         """Return ``clock_s``, the seconds since the epoch began, and ``waited_s``, the part of them spent waiting."""
         now, wait_start = perf_counter(), self._wait_start

@@ -212,10 +212,12 @@ class Epoch:
                 fetch = self._fetches.pop(k)
                 for i in range(start, fetch.n_batches):
                     try:
-                        with source.lock, self.stats.gathering():
+                        with source.lock:
+                            begun = perf_counter()
                             batch = take(data, fetch.batch(i))
                             if spec.batch_transform is not None:
                                 batch = spec.batch_transform(batch)
+                            self.stats.gather_s += perf_counter() - begun
                     except Exception as error:
                         self._add_note(error, fetch, i)
                         raise
