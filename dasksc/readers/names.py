@@ -20,6 +20,7 @@ __all__ = [
     "any_equal",
     "any_repeat",
     "digest_names",
+    "dtype_of_nullable",
     "nameless_index",
     "names_in_pieces",
     "read_names",
@@ -84,7 +85,8 @@ def stored_names_type(stored: Any, path: Any) -> tuple[str | None, Any] | None:
     key = str(stored.attrs["_index"])
     encoding = stored[key].attrs.get("encoding-type")
     if encoding == "nullable-string-array" and not stored[key]["mask"][:].any():
-        dtype = _dtype_of_nullable(stored[key])
+        determining = ("encoding-type", "encoding-version", "na-value")
+        dtype = dtype_of_nullable(*(stored[key].attrs.get(name) for name in determining))
     elif encoding == "string-array":
         dtype = pd.Index(["a"]).dtype
     else:
@@ -92,13 +94,13 @@ def stored_names_type(stored: Any, path: Any) -> tuple[str | None, Any] | None:
     return (None if key == "_index" else key), dtype
 
 
-def _dtype_of_nullable(stored: Any) -> Any:
-    """Return the data type of nullable strings, which depends on their attributes and on the version of AnnData."""
+def dtype_of_nullable(encoding: str, version: str, na_value: str | None) -> Any:
+    """Return the data type of nullable strings, which depends on these attributes and on the version of AnnData."""
     sample: Any = zarr.open_group(zarr.storage.MemoryStore(), mode="w", zarr_format=2)
     write_elem(sample, "values", np.array(["a"], dtype=object))
     write_elem(sample, "mask", np.array([False]))
-    determining = ("encoding-type", "encoding-version", "na-value")
-    sample.attrs.update({name: str(stored.attrs[name]) for name in determining if name in stored.attrs})
+    attributes = {"encoding-type": encoding, "encoding-version": version, "na-value": na_value}
+    sample.attrs.update({name: str(value) for name, value in attributes.items() if value is not None})
     return read_elem(sample).dtype
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import strings as kernels
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.names import nameless_index
+from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, UseMmap
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
@@ -47,9 +47,10 @@ _GROUPS = ("layers", "obsm")
 _can_map = lru_cache(can_map)
 _nameless = lru_cache(nameless_index)
 _type_of = lru_cache(partial(h5t.py_create, logical=True))
+_type_of_names = lru_cache(dtype_of_nullable)
 _STRING = h5py.string_dtype()
 _STRING_IN_MEMORY = h5t.py_create(_STRING)
-_genes: WeakValueDictionary[tuple[bytes, str], pd.DataFrame] = WeakValueDictionary()
+_genes: WeakValueDictionary[tuple[bytes, str, Any], pd.DataFrame] = WeakValueDictionary()
 _categories: WeakValueDictionary[bytes, pd.Index[Any]] = WeakValueDictionary()
 
 
@@ -135,9 +136,9 @@ class _File:
         # Names with slashes could lead through links.
         if _text(table, b"encoding-version") != "0.2.0" or not {index_key, *columns} <= set(_members(table)):
             raise _OtherEncodingError
-        names = self._dataset(table, index_key)
+        names, dtype = self._names(table, index_key)
         n = _length(names)
-        index = pd.Index(_texts(*self._packed(names))) if self.options.has_names else _nameless(n)
+        index = pd.Index(_texts(*self._packed(names)), dtype=dtype) if self.options.has_names else _nameless(n)
         if index_key != "_index" and self.options.has_names:
             index = index.rename(index_key)
         if not columns:
@@ -149,14 +150,24 @@ class _File:
         index_key = _text(table, b"_index")
         if index_key not in _members(table):
             raise _OtherEncodingError
-        names = self._dataset(table, index_key)
+        names, dtype = self._names(table, index_key)
         sizes, packed = self._packed(names)
-        digest = _digest(sizes, packed)
-        known = _genes.get((digest, index_key))
+        key = (_digest(sizes, packed), index_key, dtype)
+        known = _genes.get(key)
         if known is None:
-            index = pd.Index(_texts(sizes, packed), name=None if index_key == "_index" else index_key)
-            known = _genes[digest, index_key] = pd.DataFrame(index=index, columns=[])
+            index = pd.Index(_texts(sizes, packed), dtype=dtype, name=None if index_key == "_index" else index_key)
+            known = _genes[key] = pd.DataFrame(index=index, columns=[])
         return known
+
+    def _names(self, table: h5g.GroupID, key: str) -> tuple[h5d.DatasetID, Any]:
+        """Return the stored names of a table, and their data type in pandas (None: that of a list of strings)."""
+        item = h5o.open(table, key.encode())
+        if isinstance(item, h5d.DatasetID):
+            return self._dataset(table, key), None
+        if set(_members(item)) != {"values", "mask"} or _read(self._dataset(item, "mask")).any():
+            raise _OtherEncodingError
+        attributes = ("encoding-type", "encoding-version", "na-value")
+        return self._dataset(item, "values"), _type_of_names(*(_text(item, name.encode()) for name in attributes))
 
     def _column(self, table: h5g.GroupID, name: str, n: int) -> Any:
         item = h5o.open(table, name.encode())

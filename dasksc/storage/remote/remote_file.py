@@ -46,6 +46,8 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
+# Objects of many that are opened are read whole up to this size: reading their scattered metadata takes a round trip each.
+_WHOLE_BYTES = 2**24
 # Objects of a folder of which so many are wanted are listed, a thousand per request.
 _MANY = 32
 
@@ -226,11 +228,11 @@ def files_ahead(locations: Sequence[RemoteLocation], *, cache: Cache | None) -> 
             return None, None
         file = RemoteFile(location, identity, cache=cache)
         try:
-            return file, file.fetch(0, identity.size) if identity.size <= REQUEST_BYTES else None
+            return file, file.fetch(0, identity.size) if identity.size <= _WHOLE_BYTES else None
         except StorageError:  # opening the object reports it
             return None, None
 
-    sizes = [0 if one is None or one.size > REQUEST_BYTES else one.size for one in found]
+    sizes = [0 if one is None or one.size > _WHOLE_BYTES else one.size for one in found]
     calls = zip(locations, found, sizes, strict=True)
     for file, content in in_order((partial(read, location, identity), size) for location, identity, size in calls):
         if file is not None:
