@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,21 +98,6 @@ def with_options_of(
 def first_of(names: Sequence[object], n: int = 3) -> str:
     """Return the first `n` names, separated by commas, followed by the number of further names."""
     return ", ".join(map(str, names[:n])) + (f" and {len(names) - n:,} more" if len(names) > n else "")
-
-
-def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a two-column table in HTML, which inherits the colors of its page."""
-    style = "text-align: left; vertical-align: top; padding: 0.1em 1em 0.1em 0; border: 0; background: none"
-    name_style = "white-space: nowrap; font-weight: normal; opacity: 0.7"
-    body = "".join(
-        f'<tr style="background: none"><th scope="row" style="{style}; {name_style}">'
-        f'{html.escape(name)}</th><td style="{style}">{html.escape(text).replace(chr(10), "<br>")}</td></tr>'
-        for name, text in rows
-    )
-    return (
-        f'<div><div style="font-family: monospace; overflow-wrap: anywhere">{html.escape(title)}</div>'
-        f'<table style="border-collapse: collapse; border: 0; margin: 0.3em 0 0 0"><tbody>{body}</tbody></table></div>'
-    )
 
 
 def _is_default(value: Any, default: Any) -> bool:

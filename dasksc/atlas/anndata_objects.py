@@ -12,8 +12,7 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc._compat.anndata import selected_rows_and_columns
-from dasksc.atlas.assemble import Elements
-from dasksc.atlas.lookup import known_columns
+from dasksc.atlas.assemble import Elements, known_columns
 from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.locations import naming_errors

@@ -1,8 +1,8 @@
-"""Elements of an atlas, of which an AnnData is made when it is asked for."""
+"""Elements of an atlas, of which an AnnData is made when it is asked for, and lookup of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +11,14 @@ import anndata
 import pandas as pd
 from anndata import AnnData
 
+from dasksc.checks import nearest
 from dasksc.errors import CorruptDataError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import nameless_index
-from dasksc.storage import Matrix
+from dasksc.storage import Matrix, RemoteLocation
 
-__all__ = ["Elements", "matrix_behind", "raw_of", "unchecked"]
+__all__ = ["Elements", "known_columns", "matrix_behind", "raw_of", "require_key", "unchecked"]
 
 
 @contextmanager
@@ -110,3 +111,25 @@ def raw_of(elements: Elements, name: str) -> Elements:
     if elements.raw is None:
         raise MissingKeyError(f"{name} has no raw; leave out raw=True")
     return Elements(**elements.raw, obs=elements.obs, uns=elements.uns, obsm=elements.obsm)
+
+
+def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
+    """Return `name` if `held` has it; otherwise raise an error with similar names, and the path of the atlas `of`."""
+    if name in held:
+        return name
+    path = of if isinstance(of, str | RemoteLocation) else ""
+    if isinstance(of, Elements) and isinstance(of.X, Lazy):
+        path = of.X.matrix.label.rpartition(":/")[0]
+    if of is not None and all(one is None for one in held):
+        kind = f"columns in {kind}" if kind in ("obs", "var") else kind
+        raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out the argument that names {name!r}")
+    raise MissingKeyError(f"{kind}{f' of {path}' if path else ''} has no {name!r}; {nearest(name, held, n=3)}")
+
+
+def known_columns(
+    wanted: Sequence[str], known: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
+) -> list[str]:
+    """Return the distinct `wanted` columns of obs; missing ones raise an error, unless `may_lack` is True."""
+    known = list(known)
+    wanted = [name for name in dict.fromkeys(wanted) if name in known or not may_lack]
+    return [require_key("obs", name, known, of=where) for name in wanted]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dasksc.atlas.assemble import Elements
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.assemble import Elements, require_key
 from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
@@ -19,6 +18,7 @@ __all__ = ["NAMES_ATTRIBUTE", "attach_elements", "names_digest_of"]
 
 # Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.
 NAMES_ATTRIBUTE = "dasksc-names"
+_AGAIN = "The store belongs to another atlas; compute its elements again, for this one"
 
 
 def attach_elements(atlas: Elements, attach: Any, options: OpenOptions) -> None:
@@ -42,17 +42,12 @@ def attach_elements(atlas: Elements, attach: Any, options: OpenOptions) -> None:
             value = lazily(value, key, options)
             n_rows = value.matrix.shape[0] if isinstance(value, Lazy) else len(value)
             if n_rows != atlas.n_obs:
-                raise InputError(
-                    f"{where}:/{key} has {n_rows} rows, but the atlas has {atlas.n_obs} cells. The store belongs to "
-                    "another atlas, or to a subset of this one. Compute the attached elements again, for this atlas"
-                )
+                raise InputError(f"{where}:/{key} has {n_rows} rows, but the atlas has {atlas.n_obs} cells. {_AGAIN}")
             if options.has_names:
                 digest = digest_names(names_in_pieces(atlas.obs.index)) if digest is None else digest
                 if names_digest_of(store) not in (None, digest):
                     raise InputError(
-                        f"{where} has as many cells as the atlas ({atlas.n_obs}), but their names or their order "
-                        "differ. The store belongs to another atlas. Compute the attached elements again, for this "
-                        "atlas"
+                        f"cells of {where} and of the atlas differ in their names or their order. {_AGAIN}"
                     )
         getattr(atlas, group)[name] = value
 

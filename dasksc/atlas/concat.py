@@ -19,7 +19,8 @@ from pandas.arrays import NumpyExtensionArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.assemble import Elements, matrix_behind
-from dasksc.atlas.lookup import some
+from dasksc.checks import some
+from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import nameless_index
@@ -41,10 +42,7 @@ def check_fill_value(fill_value: Any, join: str) -> None:
     if not isinstance(fill_value, Real | np.number | np.bool_):
         raise InputError(f"fill_value={fill_value!r} must be a number, such as 0")
     if join != "outer":
-        raise InputError(
-            f"fill_value={fill_value!r} fills in variables that an atlas lacks, but join='inner' keeps only common "
-            "variables. Give join='outer', or leave fill_value out"
-        )
+        raise InputError(f"without join='outer', there are no missing variables for fill_value={fill_value!r}")
 
 
 def concatenated(
@@ -71,10 +69,7 @@ def _joined(
             )
     without = [name for name, part in zip(names, parts, strict=True) if part.X is None]
     if without and len(without) < len(parts):
-        raise InputError(
-            f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
-            "without X, or set it from a layer: adata.X = adata.layers['counts']"
-        )
+        raise InputError(f"there is no X in {first_of(without)}, but other atlases have one. Leave these atlases out")
     _warn_of_lost_orders(parts, names)
     result = _tables(parts, join=join, fill_value=fill_value, **options)
     if not result.n_vars and any(part.n_vars for part in parts):

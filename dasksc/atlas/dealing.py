@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
 from dasksc.errors import InputError
-from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
+from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import split as kernels
 from dasksc.plan.arrays import EMPTY_INTS
+from dasksc.plan.groups import combined_codes
+from dasksc.plan.labels import CodedColumn
 
 __all__ = ["N_TRIES", "combined", "deal", "deal_groups", "linked", "taken"]
 
@@ -30,26 +32,16 @@ _TRIED_COUNTS = 2**26
 _PIECE_ROWS = 2**20
 
 
-def combined(option: str, columns: Iterable[tuple[_Int32s, int]], n: int) -> tuple[_Int32s, _Int64s, _Int64s]:
+def combined(columns: Sequence[CodedColumn], n: int) -> tuple[_Int32s, _Int64s, _Int64s]:
     """Return the combination of codes of each row, the codes of each combination, and its number of rows."""
-    of_row, table, counts = np.zeros(n, dtype=np.int32), np.zeros((1, 0), dtype=np.int64), np.array([n])
-    for codes, n_codes in columns:
-        if len(table) * n_codes > _MAX_COUNTS:
-            raise InputError(
-                f"{option} has {len(table):,} x {n_codes:,} combinations, more than {_MAX_COUNTS:,}; give columns with "
-                "fewer values"
-            )
-        of_row *= n_codes
-        of_row += codes
-        counted = np.zeros(len(table) * n_codes + 1, dtype=np.int64)
-        draw_kernels.count_codes(n, of_row, EMPTY_INTS, counted)
-        present = np.flatnonzero(counted[1:])
-        numbers = np.zeros(len(counted) - 1, dtype=np.int32)
-        numbers[present] = np.arange(len(present))
-        of_row = taken(numbers, of_row)
-        table = np.column_stack([table[present // n_codes], present % n_codes])
-        counts = counted[1:][present]
-    return of_row, table, counts
+    codes, n_codes = combined_codes(columns, slice(None), n)
+    counts, firsts = np.zeros((2, n_codes), dtype=np.int64)
+    set_kernels.count_groups(codes, counts, firsts)
+    present = np.flatnonzero(counts)
+    numbers = np.zeros(n_codes, dtype=np.int32)
+    numbers[present] = np.arange(len(present))
+    table = np.array([column.codes[firsts[present]] for column in columns], dtype=np.int64).reshape(-1, len(present)).T
+    return taken(numbers, codes), table, counts[present]
 
 
 def deal(classes: _Int32s, counts: _Int64s, shares: NDArray[np.float64], keys: NDArray[np.uint64]) -> NDArray[np.int8]:
@@ -151,7 +143,7 @@ def _shuffled(n: int, key: np.uint64) -> _Int64s:
     return order
 
 
-def taken(table: NDArray[Any], places: _Int32s) -> NDArray[Any]:
+def taken(table: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
     """Return ``table[places]``, in pieces, since NumPy converts `places` to 64 bits."""
     out = np.empty(len(places), dtype=table.dtype)
     for start in range(0, len(places), _PIECE_ROWS):

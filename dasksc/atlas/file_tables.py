@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dasksc.atlas.assemble import Elements
+from dasksc.atlas.assemble import Elements, require_key
 from dasksc.atlas.expressions import holds
-from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingPathError
 from dasksc.storage import is_url
 
 __all__ = ["describe_rows", "selected_files"]
+
+_A_TABLE = "files= names a column of a table of files, a DataFrame or the path of a .csv, .tsv or .parquet file"
 
 
 def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str], pd.DataFrame]:
@@ -24,10 +25,7 @@ def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str]
     if isinstance(table, str | os.PathLike):
         folder, table = Path(table).parent, _read(Path(table))
     elif not isinstance(table, pd.DataFrame):
-        raise InputError(
-            f"files={files!r} names a column of a table of files: a DataFrame, or the path of a .csv, .tsv or .parquet "
-            f"file; got a {type(table).__name__}"
-        )
+        raise InputError(f"{_A_TABLE}; got a {type(table).__name__}")
     require_key("the table of files", files, table.columns)
     if where is not None:
         table = table[holds(where, table)]
@@ -72,4 +70,4 @@ def _read(path: Path) -> pd.DataFrame:
             return pd.read_csv(path)
         case ".tsv":
             return pd.read_csv(path, sep="\t")
-    raise InputError(f"a table of files is a DataFrame, or a .csv, .tsv or .parquet file; got {path}")
+    raise InputError(f"{_A_TABLE}; got {path}")

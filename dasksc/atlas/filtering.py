@@ -12,9 +12,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.expressions import columns_of, holds
-from dasksc.atlas.lookup import with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of
+from dasksc.checks import with_advice
 from dasksc.errors import MissingKeyError
 from dasksc.readers.options import Openable, OpenOptions
 

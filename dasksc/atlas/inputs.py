@@ -6,7 +6,6 @@ import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,25 +15,18 @@ from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.urls import is_recursive, matching
 
-__all__ = ["AtlasInput", "atlas_inputs", "quoted", "stem_of"]
+__all__ = ["atlas_inputs", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtlasInput:
-    """One of several atlases."""
-
-    data: Any  # Path, URL or AnnData
-    name: str = ""  # Name of the atlas: its key, the end of its path, or its number
-
-
-def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
-    """Return the atlases that `data` represents; None if it is a single one."""
+def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
+    """Return the names and the paths or objects of the atlases that `data` represents; None if it is a single one."""
+    # The name of an atlas is its key, the end of its path, or its number.
     if isinstance(data, Mapping):
-        return [replace(_one_of(key, given, options), name=str(key)) for key, given in data.items()]
+        return [(str(key), _one_of(key, given, options)) for key, given in data.items()]
     if isinstance(data, list | tuple):
-        return _named([part for given in data for part in _inside(given, options) or [AtlasInput(data=given)]])
+        return _named([one for given in data for one in _inside(given, options) or [given]])
     found = _inside(data, options)
     return None if found is None else _named(found)
 
@@ -50,16 +42,13 @@ def stem_of(path: str | os.PathLike[str]) -> str:
     return Path((redact_url(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
-def _inside(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
-    if not isinstance(data, str | os.PathLike):
-        return None
-    paths = _paths_at(os.fspath(data), options)
-    return None if paths is None else [AtlasInput(data=path) for path in paths]
+def _inside(data: Any, options: Mapping[str, Any]) -> list[str] | None:
+    return _paths_at(os.fspath(data), options) if isinstance(data, str | os.PathLike) else None
 
 
-def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
+def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Any:
     """Return the atlas that a value of a dict represents."""
-    parts = _inside(data, options) or [AtlasInput(data=data)]
+    parts = _inside(data, options) or [data]
     if len(parts) > 1:
         raise InputError(
             f"{key!r}: {quoted(data)} contains {len(parts)} atlases, but a dict has one atlas per key. Give a list, or "
@@ -71,13 +60,12 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
 # --- Names --------------------------------------------------------------------------------------------
 
 
-def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
+def _named(parts: Sequence[Any]) -> list[tuple[str, Any]]:
     """Name the parts: paths by their stems, preceded by folders if stems repeat."""
-    paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
-    stems = [stem_of(path) for path in paths.values()]
-    names = stems if len(set(stems)) == len(stems) else _unique_names(list(paths.values()))
-    of_paths = dict(zip(paths, names, strict=True))
-    return [replace(part, name=part.name or of_paths.get(i, str(i))) for i, part in enumerate(parts)]
+    paths = [part for part in parts if isinstance(part, str | os.PathLike)]
+    stems = list(map(stem_of, paths))
+    names = iter(stems if len(set(stems)) == len(stems) else _unique_names(paths))
+    return [(next(names) if isinstance(one, str | os.PathLike) else str(i), one) for i, one in enumerate(parts)]
 
 
 def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:

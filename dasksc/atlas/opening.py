@@ -21,7 +21,7 @@ from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
 from dasksc.atlas.file_tables import describe_rows, selected_files
-from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
+from dasksc.atlas.inputs import atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.displays import first_of
@@ -270,12 +270,12 @@ def elements_of(
         )
     else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
-        one = data if parts is None else parts[0].data
+        one = data if parts is None else parts[0][1]
         found = _open_one(one, obs, options, "batches" if extent == "batches" and parts is None else "all")
         found = raw_of(found, quoted(data)) if raw else found
         given = [f"{name}=" for name, value in joining.items() if value is not None]
         if parts is not None:
-            keys = _keys_of(joining.get("keys"), [parts[0].name])
+            keys = _keys_of(joining.get("keys"), [parts[0][0]])
             if label is not None or index_unique is not None:
                 found.obs = joined_obs([found], join=join, keys=keys, label=label, index_unique=index_unique)
         elif given:
@@ -335,7 +335,7 @@ def _open_one(
 # The collector would visit the objects of all earlier files again and again.
 @without_collection()
 def _open_several(
-    parts: Sequence[AtlasInput],
+    parts: Sequence[tuple[str, Any]],
     obs: Sequence[str] | None,
     options: OpenOptions,
     *,
@@ -350,15 +350,15 @@ def _open_several(
     """Open several atlases as one."""
     if table is not None and len(table) != len(parts):
         raise InputError(f"{len(table)} paths in the table of files contain {len(parts)} atlases; give one in each row")
-    names = [part.name for part in parts]
+    names = [name for name, _ in parts]
     keys = _keys_of(keys, names)
     lenient = replace(options, may_lack=True)
     failed: dict[int, DaskscError] = {}
     opened = []
-    ahead = remote_files([part.data for part in parts], options) if extent == "joined" else [None] * len(parts)
-    for number, (part, file) in enumerate(zip(parts, ahead, strict=True)):
+    ahead = remote_files([one for _, one in parts], options) if extent == "joined" else [None] * len(parts)
+    for number, ((_, one), file) in enumerate(zip(parts, ahead, strict=True)):
         try:
-            opened.append(_open_one(part.data, obs, lenient, extent, file))
+            opened.append(_open_one(one, obs, lenient, extent, file))
         except DaskscError as error:
             failed[number] = error
             if on_error == "raise" or len(failed) == len(parts):
@@ -382,7 +382,7 @@ def _open_several(
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             if len(without) == len(parts):
-                _open_one(parts[0].data, [column], options)  # raises an error with the available columns
+                _open_one(parts[0][1], [column], options)  # raises an error with the available columns
             raise MissingKeyError(
                 f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: it is missing in "
                 f"{first_of(without)}. Leave it out of obs=, or give join='outer'"

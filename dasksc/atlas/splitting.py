@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dasksc.atlas.assemble import require_key
 from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.filtering import explaining_control, obs_of
-from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
@@ -161,9 +161,7 @@ def split(
     strata = _columns("stratify", stratify)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
     candidates = _candidates(indices, len(obs))
-    classes, table, counts = combined(
-        f"stratify={strata!r}", (_class_codes(_column(obs, name, candidates)) for name in strata), candidates.n
-    )
+    classes, table, counts = combined([_classes(_column(obs, name, candidates)) for name in strata], candidates.n)
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=N_TRIES + 1)
     if whole:
         values = [_coded(_column(obs, name, candidates), "occurrence").codes for name in whole]
@@ -293,9 +291,7 @@ def _split_conditions(
 
     # The order of text makes the split independent of the order of categories, and of that of rows.
     coded = [_coded(_column(obs, name, candidates), "text") for name in columns]
-    of_row, table, counts = combined(
-        f"conditions={columns!r}", ((one.codes, max(1, len(one.labels))) for one in coded), candidates.n
-    )
+    of_row, table, counts = combined(coded, candidates.n)
     n_dealt = np.bincount(of_row[~is_control], minlength=len(counts))
     held = np.zeros(len(counts), dtype=bool)
     for one in chosen:
@@ -454,14 +450,14 @@ def _coded(column: pd.Series[Any], order: Literal["occurrence", "text"]) -> Code
     return replace(coded, codes=coded.codes.astype(np.int32, copy=False))
 
 
-def _class_codes(column: pd.Series[Any]) -> tuple[NDArray[np.int32], int]:
-    """Return codes of the labels of a column, shape (n,), 0 for rows without a label, and the number of codes."""
+def _classes(column: pd.Series[Any]) -> CodedColumn:
+    """Return codes of the labels of a column, 0 for rows without a label."""
     codes, names = encode_labels(column)
     if len(names) > _FEW_CODES:  # integer labels are their own codes, possibly with gaps
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
     codes = codes.astype(np.int32)
     codes += 1
-    return codes, int(codes.max(initial=0)) + 1
+    return CodedColumn(str(column.name), codes, range(int(codes.max(initial=0)) + 1))
 
 
 def _rows_of(

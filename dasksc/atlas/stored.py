@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from dasksc.atlas.assemble import Elements
-from dasksc.atlas.lookup import known_columns
+from dasksc.atlas.assemble import Elements, known_columns
 from dasksc.errors import InputError, StorageError
 from dasksc.readers.arrays import lazily
 from dasksc.readers.hdf5 import Hdf5Reader

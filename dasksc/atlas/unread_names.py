@@ -33,7 +33,7 @@ class UnreadNames:
         # Names cannot be read in pieces if they are in an AnnData, in files of old formats or of other programs, or in
         # several files whose names have different types.
         parts = atlas_inputs(data, options.storage_options)
-        given = [data] if parts is None else [part.data for part in parts]
+        given = [data] if parts is None else [one for _, one in parts]
         if not all(isinstance(one, str | os.PathLike) for one in given):
             return None
         paths = tuple(map(os.fspath, given))

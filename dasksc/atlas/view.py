@@ -12,8 +12,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
-from dasksc.atlas.assemble import Elements, matrix_behind
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.assemble import Elements, matrix_behind, require_key
 from dasksc.atlas.stored import path_names
 from dasksc.errors import InputError
 from dasksc.pushdown import MatrixRows, gather_block

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.displays import brief, first_of, html_table
+from dasksc.displays import brief, first_of
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
@@ -120,9 +120,6 @@ class Batch(_Named):
         lines = list(_described(self))
         width = max((len(name) for name, _ in lines), default=0)
         return "\n".join([type(self).__name__, *(f"  {name:<{width}}  {text}" for name, text in lines)])
-
-    def _repr_html_(self) -> str:
-        return html_table(type(self).__name__, _described(self))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Return the batch with every tensor on `device`.

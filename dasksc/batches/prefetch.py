@@ -37,7 +37,7 @@ def run_ahead(
         nonlocal more, failure
         while more and len(pending) < n_ahead and (not pending or is_ready()):
             try:
-                pending.append(_submitted(pool, next(jobs)))
+                job = next(jobs)
             except StopIteration:
                 more = False
             except Exception as error:
@@ -45,6 +45,12 @@ def run_ahead(
                 if not pending:
                     raise
                 more, failure = False, error
+            else:
+                try:
+                    pending.append(pool.submit(job))
+                except RuntimeError:  # the interpreter exits, so threads accept no more jobs
+                    pending.append(Future())
+                    pending[-1].set_result(job())
 
     try:
         while True:
@@ -62,13 +68,3 @@ def run_ahead(
         # Garbage collection may close the iterator in one of its own threads, which cannot wait for itself.
         is_own = threading.current_thread().name.startswith(_THREADS)
         pool.shutdown(wait=not is_own, cancel_futures=True)
-
-
-def _submitted(pool: ThreadPoolExecutor, job: Callable[[], T]) -> Future[T]:
-    """Return the future of a job, which runs at once when the interpreter exits and threads accept no more jobs."""
-    try:
-        return pool.submit(job)
-    except RuntimeError:
-        done: Future[T] = Future()
-        done.set_result(job())
-        return done

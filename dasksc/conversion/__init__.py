@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from dasksc import config
+from dasksc.atlas.assemble import require_key
 from dasksc.atlas.concat import Join
-from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none

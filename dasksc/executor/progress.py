@@ -71,16 +71,11 @@ class EpochStats:
             self._waited_s += self._latest - wait_start
             self._compiled_s = seconds_compiling() - self._compiled_before_s
             self.n_batches += 1
-            self.n_rows += self._rows_of_latest()
+            if (plan := self.plan) is not None:
+                # Only the last batch of a rank may be short.
+                is_last = self._has_last and self.n_batches == self._n_left
+                self.n_rows += plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size if is_last else plan.batch_size
             yield batch
-
-    def _rows_of_latest(self) -> int:
-        if self.plan is None:
-            return 0
-        # Only the last batch of a rank may be short.
-        if self._has_last and self.n_batches == self._n_left:
-            return self.plan.n_rank_rows - (self.plan.n_batches - 1) * self.plan.batch_size
-        return self.plan.batch_size
 
     @property
     def compile_s(self) -> float:
@@ -101,13 +96,6 @@ class EpochStats:
     def wait_share(self) -> float:
         """Fraction of the time since the epoch began that the consumer spent waiting for batches."""
         return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Add the duration of the ``with`` block, which assembles one batch, to `gather_s`."""
-        start = perf_counter()
-        yield
-        self.gather_s += perf_counter() - start
 
     def now(self) -> dict[str, float]:
         """Return ``clock_s``, the seconds since the epoch began, and ``waited_s``, the part of them spent waiting."""

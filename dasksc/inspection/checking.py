@@ -14,8 +14,8 @@ from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.kernels.draw import count_codes
 from dasksc.loader import MatrixSource, scDataset
-from dasksc.loader.binding import is_empty, reason_for_no_batches
 from dasksc.memory.limits import recommended_bytes
+from dasksc.plan.binding import reason_for_no_batches
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.label_entropy import Diversity
 from dasksc.plan.labels import encode_labels
@@ -211,7 +211,7 @@ def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
 
 def _warnings_of_sizes(plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about sizes that leave rows or ranks unused."""
-    if is_empty(plan):
+    if plan.n_dropped == plan.n_rows:
         yield f"no rank yields a batch: {reason_for_no_batches(plan)}"
     if 0 < _n_blocks(plan) < plan.world_size:
         blocks = "sets" if isinstance(plan.sampler, SetSampler) else "blocks"

@@ -79,7 +79,7 @@ def describe(
         opened = data
         if not isinstance(data, AnnData):
             several = atlas_inputs(data, chosen.storage_options)
-            parts = parts if several is None else [part.data for part in several]
+            parts = parts if several is None else [one for _, one in several]
             opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]

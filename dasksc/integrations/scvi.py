@@ -25,7 +25,7 @@ from scvi.data.fields import (
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, WrongTypeError, scDataset
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.assemble import require_key
 from dasksc.checks import names_or_none
 from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule

@@ -18,31 +18,34 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import checks
+from dasksc.atlas.expressions import columns_of
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
-from dasksc.displays import brief, changed_arguments, html_table
+from dasksc.displays import brief, changed_arguments
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import fetch_name
-from dasksc.loader.binding import bound, is_empty, reason_for_no_batches
 from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
 from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, settings_of, settings_of_batches, state_of
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
-from dasksc.loader.source import MatrixSource, source_of
+from dasksc.loader.source import IndexedSource, MatrixSource, source_of
 from dasksc.loader.spec import LoaderSpec
-from dasksc.plan.binding import is_random
+from dasksc.plan.binding import bind, is_random, reason_for_no_batches, restricted
+from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.named import StrategyName, as_strategy
 from dasksc.plan.ranks import World
+from dasksc.plan.samplers import Sampler
 from dasksc.plan.sets import SetSampler
 from dasksc.plan.strategies import SamplingStrategy, Streaming
+from dasksc.plan.stratified import StratifiedSampler
 from dasksc.storage import BFLOAT16, Layout, UseMmap
 
 if TYPE_CHECKING:
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
 __all__ = ["scDataset"]
 
 logger = logging.getLogger("dasksc.loader")
+
+# Attributes that ranks compare, besides the strategy and the content of batches.
+_COMPARED = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
 
 
 def _argument(name: str) -> Any:
@@ -283,7 +289,7 @@ class scDataset(IterableDataset[Any]):
         self.collection = self.source.collection
         self.categories = self.source.categories
         self.gene_match: Any = self.source.gene_match
-        self.strategy, self._sampler = bound(spec, self.source)
+        self.strategy, self._sampler = _bound(spec, self.source)
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self.memory = MemoryProjection(
             *(spec, self.source, self.ranks, self._scheduler),
@@ -433,13 +439,6 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
 
-    @property
-    def _settings_of_ranks(self) -> dict[str, str]:
-        """Settings that ranks compare, as text; see `fingerprint`."""
-        sizes = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
-        own = {name: str(getattr(self, name)) for name in sizes}
-        return settings_of_batches(self.source) | settings_of(self.spec) | own
-
     def _sizes(self, world: World) -> ConsumedSegment:
         return ConsumedSegment(
             world_size=world.world_size, batch_size=self.batch_size, fetch_factor=self.fetch_factor, n_batches=0
@@ -528,13 +527,15 @@ class scDataset(IterableDataset[Any]):
             number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
         consumed, n_done = self._tracker.resume(number).split_consumed(self._sizes(world))
         plan = self._plan_of(world, number, consumed)
-        if not plan.n_batches and not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
+        if not plan.n_batches and not consumed and plan.n_dropped == plan.n_rows and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
         agreement = self.ranks.agreement if worker is None else None
         iteration, after_first = self._iteration, None
         self._iteration += 1
         if agreement is not None:
-            agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
+            own = {name: str(getattr(self, name)) for name in _COMPARED}
+            settings = settings_of_batches(self.source) | settings_of(self.spec) | own
+            agreement.begin(iteration, number, self.fingerprint, settings)
             after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
@@ -543,11 +544,11 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = epoch.stats
-        self._tracker.move(epoch.position)  # before reading, so that an epoch that fails can also be resumed
+        self._tracker.place = epoch.position  # before reading, so that an epoch that fails can also be resumed
         batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
             for batch in batches:
-                self._tracker.move(epoch.position)
+                self._tracker.place = epoch.position
                 yield batch
             self._tracker.finish(number)
         finally:
@@ -679,12 +680,25 @@ class scDataset(IterableDataset[Any]):
         arguments = [strategy[1], *(f"{name}={text}" for name, text in others)]
         return f"scDataset({self.source.name}, {self.source.n_obs} rows, {', '.join(arguments)})"
 
-    def _repr_html_(self) -> str:
-        plan = self._plan_of(self.ranks.current_world(), epoch=0)
-        rows = {"data": self.source.name, **settings_of_batches(self.source), **self._arguments}
-        rows["epoch"] = f"{plan.n_rows:,} rows, {plan.n_padded:,} repeated, {plan.n_dropped:,} left out"
-        rows[f"rank {plan.rank} of {plan.world_size}"] = f"{plan.n_rank_rows:,} rows, {plan.n_batches:,} batches"
-        return html_table("scDataset", rows.items())
+
+def _bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[SamplingStrategy, Sampler]:
+    """Return the strategy with row numbers and masks in place of expressions over obs, and bound to the rows."""
+    strategy = spec.strategy
+    if spec.filter is not None:
+        strategy = restricted(strategy, source.rows_where(spec.filter), repr(spec.filter))
+    if spec.control is not None and isinstance(strategy, CellSets):
+        with explaining_control(spec.control):
+            control = source.rows_where(spec.control)
+        strategy = strategy.with_control(control, list(columns_of(spec.control)))
+    sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
+    if isinstance(sampler, StratifiedSampler):
+        sampler = sampler.of_batches(spec.batch_size)
+    if sampler.n_controls and isinstance(source, IndexedSource):
+        raise InputError(
+            "CellSets(control=) needs an atlas and cannot be combined with fetch or batch hooks, because batches "
+            "would then lack batch.control. Instead of hooks, give transform=, a function that receives the batch"
+        )
+    return strategy, sampler
 
 
 def _shown(given: dict[str, Any]) -> dict[str, str]:

@@ -170,12 +170,14 @@ class Epoch:
 
         def jobs() -> Iterator[Callable[[], _Gathered]]:
             nonlocal n_left_in_fetch
+            start = self._n_skipped
             for k, fetched in fetches:
                 fetch = self._fetches.pop(k)
-                for first in range(self._start(k), fetch.n_batches, n_together):
+                for first in range(start, fetch.n_batches, n_together):
                     numbers = range(first, min(first + n_together, fetch.n_batches))
                     n_left_in_fetch = fetch.n_batches - numbers.stop
                     yield functools.partial(gather, fetched, fetch, numbers)
+                start = 0
                 del fetched
 
         _ = source.recycling
@@ -204,24 +206,24 @@ class Epoch:
         """Yield batches of a collection that is indexed, or read through hooks, which are called one at a time."""
         spec = self._spec
         take = spec.batch_callback or take_rows
-        placement = self._placement(0)
+        placement, start = self._placement(0), self._n_skipped
         with self._submit(functools.partial(source.read, spec)) as window:
             for k, data in window:
                 fetch = self._fetches.pop(k)
-                for i in range(self._start(k), fetch.n_batches):
+                for i in range(start, fetch.n_batches):
                     try:
-                        with source.lock, self.stats.gathering():
+                        with source.lock:
+                            begun = perf_counter()
                             batch = take(data, fetch.batch(i))
                             if spec.batch_transform is not None:
                                 batch = spec.batch_transform(batch)
+                            self.stats.gather_s += perf_counter() - begun
                     except Exception as error:
                         self._add_note(error, fetch, i)
                         raise
                     yield placement.ready(*placement.place(batch, placement.memory()))
+                start = 0
                 del data
-
-    def _start(self, k: int) -> int:
-        return self._n_skipped if k == self._numbers[0] else 0
 
     def _add_note(self, error: Exception, fetch: FetchPlan, i: int) -> None:
         plan, rows = self._plan, fetch.rows[fetch.batch(i)].tolist()

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.lookup import require_key, similar, some
-from dasksc.checks import check_one_of, name_or_none
+from dasksc.atlas.assemble import require_key
+from dasksc.checks import check_one_of, name_or_none, similar, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
@@ -107,12 +107,8 @@ class GeneRequest:
     @property
     def _names_only(self) -> str:
         """Options that were given but apply only to names, for error messages."""
-        given = {
-            "genes_missing=": self.missing != "error",
-            "genes_key=": self.key is not None,
-            "genes_repeated=": self.repeated != "error",
-        }
-        return ", ".join(name for name, is_given in given.items() if is_given)
+        given = ["genes_missing="] * (self.missing != "error") + ["genes_repeated="] * (self.repeated != "error")
+        return ", ".join(given + ["genes_key="] * (self.key is not None))
 
     def of(self, modality: str) -> GeneRequest:
         """Return the request for one modality, of a request whose `genes` are a dict by modality, or None."""
@@ -154,12 +150,10 @@ class GeneRequest:
             wanted = np.flatnonzero(wanted)
         if not len(wanted):
             raise InputError("genes= selects no column; give at least one gene")
-        if wanted.dtype.kind not in "iu":
-            if wanted.dtype.kind not in "UOT":
-                raise InputError(
-                    f"genes has dtype {wanted.dtype}; give gene names, a boolean mask or integer positions"
-                )
+        if wanted.dtype.kind in "UOT":
             return self._matched(wanted.tolist(), var, n_vars, of)
+        if wanted.dtype.kind not in "iu":
+            raise InputError(f"genes has dtype {wanted.dtype}; give gene names, a boolean mask or integer positions")
         if self._names_only:
             raise InputError(
                 f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Omit the "

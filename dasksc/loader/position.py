@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from dasksc import checks
-from dasksc.displays import brief
+from dasksc.displays import brief, set_arguments
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
@@ -49,7 +49,7 @@ class EpochTracker:
     """Current position of a process in its epochs, and the position to resume from."""
 
     def __init__(self) -> None:
-        self._current: EpochPosition | Callable[[], EpochPosition] | None = None
+        self.place: EpochPosition | Callable[[], EpochPosition] | None = None  # or a function that returns it
         self._resume: EpochPosition | None = None
         # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
         self._ended: int | None = None
@@ -57,32 +57,27 @@ class EpochTracker:
     @property
     def current(self) -> EpochPosition | None:
         """Current position; None before the first epoch."""
-        current = self._current
-        return current() if callable(current) else current
+        return self.place() if callable(self.place) else self.place
 
     def load(self, position: EpochPosition) -> None:
         """Set the position from which the next iteration resumes."""
-        self._current = self._resume = position
-
-    def move(self, to: Callable[[], EpochPosition]) -> None:
-        """Set the current position to that of an epoch that is being read, which a function returns."""
-        self._current = to
+        self.place = self._resume = position
 
     def forget(self) -> None:
         """Set the current position to the loaded one if no iteration has begun since loading, otherwise to None."""
-        self._current = self._resume
+        self.place = self._resume
 
     def finish(self, epoch: int) -> None:
         """Move to the next epoch; in a DataLoader worker, only when the next iteration begins."""
         if get_worker_info() is None:
-            self._current = EpochPosition(epoch + 1)
+            self.place = EpochPosition(epoch + 1)
         else:
             self._ended = epoch
 
     def begin(self) -> None:
         """Move past the epoch that this DataLoader worker has finished."""
         if self._ended is not None:
-            self._current, self._ended = EpochPosition(self._ended + 1), None
+            self.place, self._ended = EpochPosition(self._ended + 1), None
 
     def resuming(self, epoch: int) -> EpochPosition:
         """Return the position from which an epoch would resume: the loaded one if it is in this epoch, or the start."""
@@ -104,7 +99,7 @@ class EpochTracker:
         return position
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_current": self.current}
+        return self.__dict__ | {"place": self.current}
 
 
 # --- Settings as text, for errors that list differences from a state or between ranks -----------------------
@@ -112,14 +107,11 @@ class EpochTracker:
 
 def settings_of(spec: LoaderSpec) -> dict[str, str]:
     """Return the strategy, its arguments (of arrays, the shape and the data type) and the filter as text."""
-    strategy: Any = spec.strategy  # strategy classes defined by users need not be dataclasses
-    names = [field.name for field in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    arguments = set_arguments(spec.strategy, {}, with_defaults=True)
     # An argument of `scDataset` has the same name.
-    arguments = {
-        "drop_last of the strategy" if name == "drop_last" else name: brief(getattr(strategy, name)) for name in names
-    }
+    arguments = {"drop_last of the strategy" if name == "drop_last" else name: text for name, text in arguments.items()}
     filter = {} if spec.filter is None else {"filter": brief(spec.filter)}
-    return {"strategy": type(strategy).__name__, **arguments, **filter}
+    return {"strategy": type(spec.strategy).__name__, **arguments, **filter}
 
 
 def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:

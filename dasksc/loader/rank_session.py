@@ -39,10 +39,8 @@ class RankSession:
         # Without a seed, one is drawn, on which the ranks agree later. It is drawn on creation rather than on use, so
         # that forked DataLoader workers share the same seed.
         self.seed_is_given = seed is not None
-        if seed is None:
-            self._seed = secrets.randbits(63) if is_random else 0
-        else:
-            self._seed = checks.whole_number("seed", seed, 0, 2**64)
+        drawn = secrets.randbits(63) if is_random else 0
+        self.own_seed = drawn if seed is None else checks.whole_number("seed", seed, 0, 2**64)
 
     def detect(self) -> World:
         """Return the rank and world size as detected now, which may differ from the fixed ones."""
@@ -57,17 +55,12 @@ class RankSession:
         """Seed that all ranks agree on."""
         if not self.seed_is_given and self.current_world().world_size > 1:
             self.fix_world()
-        return self._seed
+        return self.own_seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
         # The seed of a loaded state takes precedence, since the earlier batches of the epoch were drawn with that seed.
-        self._seed, self.seed_is_given = seed, True
-
-    @property
-    def own_seed(self) -> int:
-        """Seed of this process, on which the ranks may not have agreed yet."""
-        return self._seed
+        self.own_seed, self.seed_is_given = seed, True
 
     def fix_world_if_distributed(self) -> None:
         """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet."""
@@ -87,7 +80,7 @@ class RankSession:
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
                         "len(dataset) once on every rank after init_process_group and before iterating"
                     )
-                self._seed = agreement.seed(self._seed)
+                self.own_seed = agreement.seed(self.own_seed)
             self.agreement = agreement
             self._world = world
         return world

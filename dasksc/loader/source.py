@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,14 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 from anndata import AnnData
+from dask.utils import SerializableLock
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas.assemble import Elements, matrix_behind
+from dasksc.atlas.assemble import Elements, matrix_behind, require_key
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import atlas_inputs, stem_of
-from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
@@ -254,7 +253,7 @@ class IndexedSource(Source):
         self.categories: dict[str, list[Any]] = Categories()
         self.gene_match = None
         # Held during calls of hooks and while the collection is indexed.
-        self.lock = threading.Lock()
+        self.lock = SerializableLock()
 
     @property
     def labels(self) -> list[str]:
@@ -283,15 +282,6 @@ class IndexedSource(Source):
             elif not ours:
                 data = take_rows(self.collection, rows)
             return data if spec.fetch_transform is None else spec.fetch_transform(data)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        del state["lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.lock = threading.Lock()
 
 
 def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
@@ -342,13 +332,11 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         data = elements_of(data, wanted, OpenOptions(mmap=mmap, has_names=False), extent="batches")
     is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = (
+        spec.refuse_matrix_options(
             "hooks determine what the data set yields; add the equivalent code to the hooks"
             if hooks
-            else "the data must be an AnnData or a two-dimensional Dask array (obs=, layers= and obsm= need an "
-            f"AnnData); got {type(data).__name__}"
+            else f"the data must be an AnnData or a two-dimensional Dask array; got {type(data).__name__}"
         )
-        spec.refuse_matrix_options(why)
     if isinstance(data, AnnData | Elements):
         collection: Any = AnnDataView(data, opening, path, names)
         if hooks:
@@ -376,11 +364,9 @@ def _count(data: Any, spec: LoaderSpec) -> int:
         # Only the callback reads the collection, so the indices of the strategy determine the number of rows.
         n_obs = None if spec.fetch_callback is None else n_rows_from_indices(spec.strategy)
         if n_obs is None:
-            given = f"an object of type {type(data).__name__}"
             raise WrongTypeError(
-                f"{'None' if data is None else given} has no len(), so its rows cannot be sampled. Give a path, an "
-                "AnnData, an array or another collection that can be indexed by row numbers; or give fetch_callback= "
-                "together with indices= of the strategy"
+                f"an object of type {type(data).__name__} has no len(), so its rows cannot be sampled. Give a path, an "
+                "AnnData or a collection that can be indexed, or fetch_callback= with indices= of the strategy"
             ) from error
         return n_obs
 

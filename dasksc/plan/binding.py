@@ -14,11 +14,12 @@ from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.plan.arrays import array_of
 from dasksc.plan.candidates import Candidates, index_array
+from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler
 from dasksc.plan.strategies import BuiltInStrategy, SamplingStrategy
 
-__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "restricted"]
+__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "reason_for_no_batches", "restricted"]
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,18 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))
+
+
+def reason_for_no_batches(plan: EpochPlan) -> str:
+    """Return why no rank yields a batch, with a remedy, for messages."""
+    if plan.n_rows:
+        return (
+            f"{plan.n_rows:,} rows over all ranks (world size {plan.world_size}) leave each rank less than a batch of "
+            f"{plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
+        )
+    if isinstance(plan.sampler, RowSampler) and plan.sampler.candidates.n:
+        return (
+            f"the strategy has drop_last=True, and its rows do not fill a block of {plan.block_size:,}. Lower "
+            "block_size, or give the strategy drop_last=False"
+        )
+    return "the strategy draws no rows: the collection is empty, or the strategy (indices=) selects none of its rows"

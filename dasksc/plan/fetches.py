@@ -61,16 +61,15 @@ class FetchPlan:
         """Number of batches in the fetch."""
         return -(-len(self.order) // self.batch_size)
 
-    def _span(self, i: int) -> slice:
-        return slice(i * self.batch_size, (i + 1) * self.batch_size)
-
     def batch(self, i: int) -> _Int64s:
         """Return the positions in `rows` of batch `i` of the fetch."""
-        return self.order[self._span(i)]
+        return self.order[i * self.batch_size : (i + 1) * self.batch_size]
 
     def batch_controls(self, i: int) -> _Int64s | None:
         """Return the positions in `rows` of the controls of batch `i`, row by row; None without controls."""
-        return None if self.controls is None else self.controls[self._span(i)].ravel()
+        if self.controls is None:
+            return None
+        return self.controls[i * self.batch_size : (i + 1) * self.batch_size].ravel()
 
     def batch_groups(self, i: int) -> _Int64s | None:
         """Return the group of each set of batch `i`; None without sets."""

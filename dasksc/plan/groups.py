@@ -30,32 +30,25 @@ def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int
     for column in columns:
         radix = max(1, len(column.labels))
         if n_codes * radix > limit:
-            out, n_codes = _renumbered(out, n_codes)
+            out, n_codes = _renumbered(out)
         if n_codes * radix >= 2**31:
             out = out.astype(np.int64)
         codes, lookup = (column.codes[rows], EMPTY_INTS) if isinstance(rows, slice) else (column.codes, rows)
         kernels.combine_codes(codes, lookup, radix, out)
         n_codes *= radix
         if n_codes > limit:
-            out, n_codes = _renumbered(out, n_codes)
+            out, n_codes = _renumbered(out)
     return out, n_codes
 
 
-def _renumbered(codes: NDArray[Any], n_codes: int) -> tuple[NDArray[np.int32], int]:
+def _renumbered(codes: NDArray[Any]) -> tuple[NDArray[np.int32], int]:
     """Return codes without gaps, in the same order."""
-    if n_codes > max(_FEW_CODES, len(codes)):
-        import pandas as pd
+    import pandas as pd
 
-        numbers, present = pd.factorize(codes, sort=True)
-        # Here a missing label has a code of its own, the lowest.
-        n_below = int(len(present) > 0 and present[0] < 0)
-        return (numbers - n_below).astype(np.int32), max(1, len(present) - n_below)
-    is_present = np.zeros(n_codes, dtype=np.bool_)
-    is_present[codes[codes >= 0]] = True
-    table = np.full(n_codes + 1, -1, dtype=np.int32)  # the last entry is that of code -1
-    n_present = int(is_present.sum())
-    table[:-1][is_present] = np.arange(n_present, dtype=np.int32)
-    return table[codes], max(1, n_present)
+    numbers, present = pd.factorize(codes, sort=True)
+    # Here a missing label has a code of its own, the lowest.
+    n_below = int(len(present) > 0 and present[0] < 0)
+    return (numbers - n_below).astype(np.int32), max(1, len(present) - n_below)
 
 
 @dataclass(frozen=True, slots=True)

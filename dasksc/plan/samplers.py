@@ -18,7 +18,7 @@ from dasksc.kernels import permute
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 
-__all__ = ["AllRows", "ChosenRows", "Draw", "QuotaSampler", "RowSampler", "Sampler", "sorted_rows"]
+__all__ = ["AllRows", "ChosenRows", "Draw", "QuotaSampler", "RowSampler", "Sampler"]
 
 _Int64s = NDArray[np.int64]
 
@@ -66,11 +66,6 @@ class Sampler:
         return digest_of(self)
 
 
-def sorted_rows(rows: _Int64s) -> _Int64s:
-    """Return `rows` in ascending order; `rows` itself if they are sorted."""
-    return np.sort(rows) if np.any(rows[1:] < rows[:-1]) else rows
-
-
 @dataclass(frozen=True, slots=True)
 class AllRows:
     """Draw of every candidate once, except `n_skipped` candidates from `skip_from` on."""
@@ -83,7 +78,7 @@ class AllRows:
         if self.n_skipped:
             positions = positions + self.n_skipped * (positions >= self.skip_from)
         rows = self.candidates.rows(positions)
-        return sorted_rows(rows) if ascending else rows
+        return np.sort(rows) if ascending else rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class ChosenRows:
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
         rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
-        return sorted_rows(rows) if ascending else rows
+        return np.sort(rows) if ascending else rows
 
 
 @dataclass(frozen=True)

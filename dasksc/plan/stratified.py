@@ -16,7 +16,7 @@ from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
-from dasksc.plan.samplers import Sampler, sorted_rows
+from dasksc.plan.samplers import Sampler
 from dasksc.plan.shares import check_quotas, largest_remainders, max_draws
 
 __all__ = ["StratifiedRows", "StratifiedSampler"]
@@ -54,7 +54,7 @@ class StratifiedRows:
         kernels.stratified_rows(groups, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
         out = drawn[group_index, units % _GROUP_UNITS, within]
         rows = sampler.candidates.rows(out)
-        return sorted_rows(rows) if ascending else rows
+        return np.sort(rows) if ascending else rows
 
 
 def _stride(n_units: int) -> int:

@@ -15,7 +15,7 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, read_only
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
-from dasksc.plan.samplers import ChosenRows, Draw, Sampler, sorted_rows
+from dasksc.plan.samplers import ChosenRows, Draw, Sampler
 
 __all__ = ["WeightedRows", "WeightedSampler", "Weights"]
 
@@ -76,7 +76,7 @@ class WeightedRows:
         levels = (len(self.tree).bit_length() - 2, _SEGMENT_LEVELS)
         source = (self.candidates.n, *self.weights.arrays)
         if self.in_order:
-            positions = sorted_rows(positions) if ascending else positions
+            positions = np.sort(positions) if ascending else positions
             draw_kernels.drawn_in_order(positions, self._starts, self.tree, *levels, *source, self.key, out)
         else:
             shares = np.empty(len(positions), dtype=np.float64)
@@ -148,20 +148,11 @@ class WeightedSampler(Sampler):
         return int(draw_kernels.count_positive(self.candidates.n, *self.weights.arrays))
 
     def draw(self, seed: int, epoch: int) -> Draw:
-        return self._draw_all(seed, epoch) if self.round_size is None else self._draw_rounds(seed, epoch)
-
-    def _draw_all(self, seed: int, epoch: int) -> WeightedRows:
-        return WeightedRows(
-            candidates=self.candidates,
-            weights=self.weights,
-            tree=self._tree,
-            n_draws=self.n_draws,
-            key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
-            in_order=not self.is_shuffled,
-        )
-
-    def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
-        assert self.round_size is not None
+        if self.round_size is None:
+            key = epoch_keys(seed, epoch, Purpose.DRAW)[0]
+            return WeightedRows(
+                self.candidates, self.weights, self._tree, self.n_draws, key, in_order=not self.is_shuffled
+            )
         n_rounds = -(-self.n_draws // self.round_size)
         sizes = [self.round_size] * (n_rounds - 1) + [self.n_draws - self.round_size * (n_rounds - 1)]
         keys = (epoch_keys(seed, epoch, Purpose.DRAW, i)[0] for i in range(n_rounds))
@@ -214,7 +205,7 @@ def _fingerprint_of_draws() -> str:
     """Return a digest of some draws, which changes with the version of the kernels and the math library."""
     weights = Weights(np.arange(4096, dtype=np.float64), EMPTY_FLOATS, EMPTY_INTS)
     sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)
-    in_order = sampler._draw_all(0, 0)
+    in_order: Any = sampler.draw(0, 0)
     singly = replace(in_order, in_order=False)
     some = np.arange(0, sampler.n_rows, 997)
     return digest_of(in_order.rows(some), singly.rows(some), sampler._choose(500, np.uint64(1)))

@@ -11,8 +11,8 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.lookup import nearest, require_key, some
-from dasksc.checks import names_or_none
+from dasksc.atlas.assemble import require_key
+from dasksc.checks import names_or_none, nearest, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest

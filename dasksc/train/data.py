@@ -12,7 +12,7 @@ import torch
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
-from dasksc.loader.binding import reason_for_no_batches
+from dasksc.plan.binding import reason_for_no_batches
 from dasksc.train.config import Config, created, found
 from dasksc.train.sections import STRATEGIES, TOKENIZERS
 

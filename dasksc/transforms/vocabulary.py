@@ -13,8 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.atlas.lookup import some
-from dasksc.checks import whole_number
+from dasksc.checks import some, whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 
 __all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary", "names_of"]

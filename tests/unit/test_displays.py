@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc.displays import brief, html_table
+from dasksc.displays import brief
 
 pytestmark = pytest.mark.core
 
@@ -82,10 +82,3 @@ def test_a_value_is_one_short_line(value: Any, expected: str) -> None:
 )
 def test_a_strategy_is_displayed_as_the_call_that_makes_it(strategy: Any, expected: str) -> None:
     assert repr(strategy) == expected
-
-
-def test_html_escapes_what_it_is_given() -> None:
-    text = html_table("<a>", [("<b>", "1 < 2\n'x' & y")])
-    assert "<a>" not in text
-    assert "<b>" not in text
-    assert "1 &lt; 2<br>&#x27;x&#x27; &amp; y" in text

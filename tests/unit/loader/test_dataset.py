@@ -379,7 +379,6 @@ def test_looking_changes_nothing(path, monkeypatch):
         lambda one: one.to_dask(),
         lambda one: dasksc.diversity(one, "cell_type"),
         lambda one: one.load_state_dict(one.state_dict()),
-        lambda one: one._repr_html_(),
         lambda one: [getattr(one, name) for name in dir(one)],  # as a debugger does
     ]
     looked, other = (dataset(path, obs=["cell_type"]) for _ in range(2))
