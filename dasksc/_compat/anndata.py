@@ -7,8 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["selected_rows_and_columns", "unified_dtypes"]
-
 
 def selected_rows_and_columns(adata: Any) -> tuple[Any, Any]:
     """Return the row and column indices of an AnnData view."""

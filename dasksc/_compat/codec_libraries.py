@@ -10,9 +10,6 @@ import numcodecs.blosc  # type: ignore[import-untyped]
 import numcodecs.zstd  # type: ignore[import-untyped]
 import numpy as np
 
-__all__ = ["blosc_getitem_address", "deflate_addresses", "zstd_addresses"]
-
-
 # Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
 _ZSTD_FUNCTIONS = (
     "ZSTD_createDCtx",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["options_in_url", "path_in"]
-
 
 def path_in(kind: Any, url: str) -> str:
     """Return the path that a file system class extracts from a URL."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from dasksc.errors import DaskscError
 
-__all__ = ["UnsupportedVersionError", "check_training", "default_store"]
-
 
 class UnsupportedVersionError(DaskscError, RuntimeError):
     """Error for a version of PyTorch that lacks something that dasksc uses."""

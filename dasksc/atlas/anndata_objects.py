@@ -18,8 +18,6 @@ from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.options import OpenOptions
 
-__all__ = ["layers_of", "open_anndata"]
-
 
 def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
     """Return the elements of an AnnData, with its matrices lazy."""

@@ -18,8 +18,6 @@ from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import nameless_index
 from dasksc.storage import Matrix, RemoteLocation
 
-__all__ = ["Elements", "known_columns", "matrix_behind", "raw_of", "require_key", "unchecked"]
-
 
 @contextmanager
 def unchecked() -> Iterator[None]:

@@ -14,8 +14,6 @@ from dasksc.readers.names import digest_names, names_in_pieces
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 
-__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "names_digest_of"]
-
 # Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.
 NAMES_ATTRIBUTE = "dasksc-names"
 _AGAIN = "The store belongs to another atlas; compute its elements again, for this one"

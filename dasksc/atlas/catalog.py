@@ -22,8 +22,6 @@ from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.remote_file import identities
 
-__all__ = ["index"]
-
 
 @with_options_of(open_atlas)
 def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:

@@ -26,8 +26,6 @@ from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import nameless_index
 from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout
 
-__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "joined_obs"]
-
 logger = logging.getLogger("dasksc.concat")
 
 Join = Literal["inner", "outer"]

@@ -18,8 +18,6 @@ from dasksc.plan.arrays import EMPTY_INTS
 from dasksc.plan.groups import combined_codes
 from dasksc.plan.labels import CodedColumn
 
-__all__ = ["N_TRIES", "combined", "deal", "deal_groups", "linked", "taken"]
-
 _Int64s = NDArray[np.int64]
 _Int32s = NDArray[np.int32]
 

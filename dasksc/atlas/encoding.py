@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.plan.labels import CodedColumn
 
-__all__ = ["encode_column"]
-
 
 def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     """Return an obs column as numbers, and the labels of its codes; None if the numbers are the values themselves."""

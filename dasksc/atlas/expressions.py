@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from dasksc.atlas.assemble import require_key
 from dasksc.errors import InputError
 
-__all__ = ["columns_of", "holds"]
-
 ALLOWED = (
     "columns of obs (`in backticks` if the name is not a Python name), numbers, 'strings', lists, comparisons, "
     "arithmetic, the operators 'in', 'not in', 'and', 'or', 'not', '&', '|' and '~', and the methods .isna(), "

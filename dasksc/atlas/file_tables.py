@@ -14,8 +14,6 @@ from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError, MissingPathError
 from dasksc.storage import is_url
 
-__all__ = ["describe_rows", "selected_files"]
-
 _A_TABLE = "files= names a column of a table of files, a DataFrame or the path of a .csv, .tsv or .parquet file"
 
 

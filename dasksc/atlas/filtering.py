@@ -18,8 +18,6 @@ from dasksc.checks import with_advice
 from dasksc.errors import MissingKeyError
 from dasksc.readers.options import Openable, OpenOptions
 
-__all__ = ["explaining_control", "obs_of", "rows_where"]
-
 
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:

@@ -15,8 +15,6 @@ from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.urls import is_recursive, matching
 
-__all__ = ["atlas_inputs", "quoted", "stem_of"]
-
 logger = logging.getLogger("dasksc.parts")
 
 

@@ -23,8 +23,6 @@ from dasksc.readers.options import OpenOptions
 from dasksc.storage import Cache, UseMmap
 from dasksc.storage.reordered import ReorderedMatrix
 
-__all__ = ["Modalities", "is_modalities"]
-
 _RESERVED = ("obs", "index")
 
 

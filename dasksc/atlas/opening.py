@@ -33,8 +33,6 @@ from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given,
 from dasksc.storage import Cache, UseMmap
 from dasksc.storage.remote.remote_file import RemoteFile
 
-__all__ = ["elements_of", "is_several", "open", "warn_of_repeated_names"]
-
 logger = logging.getLogger("dasksc.collection")
 
 

@@ -25,8 +25,6 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn, encode_labels, listed
 from dasksc.readers.options import Openable
 
-__all__ = ["leaks", "split"]
-
 _Int64s = NDArray[np.int64]
 _Names = dict[int, tuple[str, ...]]
 

@@ -20,8 +20,6 @@ from dasksc.readers.survey import surveyed
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.remote_file import RemoteFile, files_ahead
 
-__all__ = ["Extent", "open_elements", "open_modalities", "path_names", "remote_files", "split_columns"]
-
 Extent = Literal["all", "batches", "joined"]
 """Elements to open: all, those that batches may need (obs, var, X, layers, obsm), or those of joined atlases."""
 

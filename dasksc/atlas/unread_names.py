@@ -15,8 +15,6 @@ from dasksc.readers.locations import where_of
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 
-__all__ = ["UnreadNames"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadNames:

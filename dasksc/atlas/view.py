@@ -20,8 +20,6 @@ from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import names_in_pieces
 from dasksc.storage import Matrix
 
-__all__ = ["AnnDataView"]
-
 # Attributes of an AnnData that do not depend on the names of its cells.
 _WITHOUT_NAMES = {"isbacked", "layers", "n_obs", "n_vars", "raw", "shape", "uns", "var", "var_names", "varm", "varp"}
 

@@ -19,8 +19,6 @@ from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "Memory", "device_of", "map_tensors"]
-
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
 with warnings.catch_warnings():
@@ -226,6 +224,7 @@ def by_parts(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tens
 def csr_tensor(
     indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
+    """Return a CSR tensor of its parts."""
     # The arrays are valid by construction; checking them would cost a pass over the nonzeros.
     return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 

@@ -18,8 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.batches.batch import Memory, by_parts, csr_tensor, map_tensors, on_device
 from dasksc.storage import buffers
 
-__all__ = ["Block", "Placement"]
-
 # The parts of a block begin at multiples of this number of bytes.
 _ALIGNMENT = 64
 # Smaller tensors are copied into the block if they lie elsewhere, and out of it on the device: a loop that collects row

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["run_ahead"]
-
 T = TypeVar("T")
 
 # Maximum wait, on closing, for the current job of a thread; if the job takes longer, the thread ends after it.

@@ -9,8 +9,6 @@ from torch.utils.data import default_collate
 
 from dasksc.errors import InputError
 
-__all__ = ["refuse_sharding", "refuse_stacking"]
-
 
 def refuse_sharding(dataset: Any, reader: Any = None) -> None:
     """Raise an error if Accelerate, which transformers uses, divides the batches of a data set among the ranks."""

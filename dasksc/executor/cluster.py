@@ -30,8 +30,6 @@ from dasksc.pushdown import DaskMatrix
 from dasksc.storage.buffers import Recycling
 from dasksc.storage.file_identity import FileIdentity
 
-__all__ = ["ClusterRunner", "describe_mismatch", "pickle_with_files", "run_fetch"]
-
 logger = logging.getLogger("dasksc.window.cluster")
 
 _RETRIES = 2  # Number of times that Dask repeats a failed fetch, possibly on another worker.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["diagnosis"]
-
 # The loader counts as a bottleneck if training spends at least this fraction of the time waiting.
 _HEALTHY = 0.05
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Columns, Layout, Matrix
 
-__all__ = ["epoch_array"]
-
 
 def epoch_array(
     matrix: Matrix,

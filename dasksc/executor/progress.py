@@ -13,8 +13,6 @@ from dasksc.executor.diagnosis import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
 from dasksc.plan.epoch_plan import EpochPlan
 
-__all__ = ["EPOCH_TITLE", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
-
 T = TypeVar("T")
 
 EPOCH_TITLE = "epoch {epoch}, rank {rank} of {world_size}"

@@ -18,8 +18,6 @@ from typing import Any
 
 from dasksc import config
 
-__all__ = ["OPERATION", "PAGE_METADATA_KEY", "reporting"]
-
 logger = logging.getLogger("dasksc.window.reporting")
 
 # Key in the scheduler's metadata that is set if the page exists, and name of the scheduler operation that

@@ -23,8 +23,6 @@ from dasksc.errors import InputError
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["FetchScheduler", "SchedulerChoice", "address_of", "default_threads", "resolve_scheduler"]
-
 _SYNCHRONOUS = ("synchronous", "sync", "single-threaded")
 _THREADS = ("threads", "threading")
 _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")

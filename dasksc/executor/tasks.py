@@ -19,8 +19,6 @@ from dasksc.storage.read_timing import ThreadTimes, clock
 if TYPE_CHECKING:
     from dasksc.executor.window import Window
 
-__all__ = ["AssembledFetches", "FetchMatrices", "FetchedMatrices", "fetch_name", "part_of"]
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FetchedMatrices:

@@ -20,8 +20,6 @@ import dask
 from dask.callbacks import Callback
 from dask.task_spec import Task
 
-__all__ = ["OnDemandRunner", "ThreadRunner", "Timed"]
-
 Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
 
 

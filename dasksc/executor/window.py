@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from dasksc.executor.cluster import ClusterRunner
 
-__all__ = ["Window"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["Output", "Outputs", "Predictor", "check_categories", "check_name", "check_same", "nan_rows"]
-
 # File names have at most 255 bytes. The name of a work folder may contain the key and the name of the store, so keys
 # must be shorter.
 _NAME_BYTES = 200

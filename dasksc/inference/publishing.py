@@ -27,8 +27,6 @@ from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 from dasksc.storage import is_url
 
-__all__ = ["Names", "complete_store", "extend_store", "metadata_of", "require_same_cells", "target_path"]
-
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""
 

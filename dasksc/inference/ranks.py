@@ -14,8 +14,6 @@ from dasksc.errors import StorageError
 from dasksc.plan.agreement import shared_store
 from dasksc.plan.ranks import World
 
-__all__ = ["Ranks"]
-
 _POLL_S = 0.05
 # Number of calls of `predict` that this process has begun, by rank and group, which tells records of calls apart.
 _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)

@@ -40,8 +40,6 @@ from dasksc.kernels.draw import transformed_rejection
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
 
-__all__ = ["downsample", "downsample_dense", "mask", "mask_dense", "sample", "sample_dense", "tables_of"]
-
 # Largest count that is drawn by one word, and largest count that is drawn in such parts or by single bits.
 _N_TABLE, _N_PARTS = 16, 64
 _ONE_AS_WORD = 9007199254740992.0  # 2**53

@@ -12,8 +12,6 @@ from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
 from dasksc.kernels.foreign import call, copy_bytes
 
-__all__ = ["getitems"]
-
 _HEADER_BYTES = 16
 _CODEC_VERSION = 1  # the format version of every Blosc codec
 _IS_COPIED = 2

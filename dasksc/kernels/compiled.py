@@ -27,8 +27,6 @@ from numba.core.caching import FunctionCache  # private, as its attributes and t
 
 from dasksc.errors import InputError
 
-__all__ = ["compiling", "kernel", "seconds_compiling"]
-
 if config.DISABLE_JIT:
     # Kernels read memory at addresses and use vectors, which only compiled code can do.
     raise InputError(

@@ -45,31 +45,6 @@ from numpy.typing import NDArray
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.vectors import count_bits, descent_bits, lowest_bit, nonzero_bits
 
-__all__ = [
-    "add_up",
-    "copy_columns",
-    "copy_columns_csr",
-    "copy_rows",
-    "copy_rows_csr",
-    "count_bytes",
-    "merge_columns_csr",
-    "narrow",
-    "rounded",
-    "row_starts",
-    "count_columns",
-    "count_nonzeros",
-    "scatter_columns",
-    "scatter_rounded",
-    "scatter_rows",
-    "exceeds",
-    "has_infinity",
-    "list_nonzeros",
-    "room_for_nonzeros",
-    "squeeze",
-    "stitch",
-]
-
-
 # Results of a kernel for a row whose columns are not strictly ascending, and for values that become infinite.
 UNORDERED, INFINITE = -2, -3
 # Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.

@@ -9,8 +9,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import mix
 
-__all__ = ["digest_csr", "digest_dense"]
-
 _LIMIT = 2.0**63
 
 

@@ -17,22 +17,6 @@ from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import below, bits, stream, uniform
 from dasksc.kernels.vectors import count_bits
 
-__all__ = [
-    "binomial",
-    "count_codes",
-    "count_positive",
-    "drawn_in_order",
-    "drawn_singly",
-    "gumbel_keys",
-    "segment_sums",
-    "select_above",
-    "select_quotas",
-    "split_draws",
-    "sum_up",
-    "transformed_rejection",
-    "uniforms",
-]
-
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
 

@@ -11,8 +11,6 @@ from numba.extending import intrinsic
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["call", "copy_bytes"]
-
 
 @intrinsic
 def call(typingctx: Any, function: Any, words: Any) -> Any:

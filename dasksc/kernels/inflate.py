@@ -11,8 +11,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.foreign import call, copy_bytes
 
-__all__ = ["decode_pieces"]
-
 
 @kernel
 def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):

@@ -6,8 +6,6 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["decode_lzf"]
-
 
 @kernel
 def decode_lzf(data, out):

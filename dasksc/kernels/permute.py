@@ -19,19 +19,6 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = [
-    "N_ROUNDS",
-    "below",
-    "bits",
-    "deal",
-    "mix",
-    "permuted",
-    "permuted_many",
-    "shuffle",
-    "stream",
-    "uniform",
-]
-
 N_ROUNDS = 6
 """Number of rounds of the Feistel network, and of round keys."""
 

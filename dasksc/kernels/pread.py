@@ -11,8 +11,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.foreign import call
 
-__all__ = ["advise_ranges", "read_ranges"]
-
 _WILLNEED = 3  # MADV_WILLNEED on Linux and macOS
 
 

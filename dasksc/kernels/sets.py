@@ -13,16 +13,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import N_ROUNDS, below, permuted, shuffle, stream
 
-__all__ = [
-    "combine_codes",
-    "count_groups",
-    "fill_controls",
-    "fill_from_group",
-    "fill_sets",
-    "list_members",
-    "set_keys",
-]
-
 
 @kernel
 def combine_codes(codes, lookup, radix, out):

@@ -7,8 +7,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import below
 
-__all__ = ["assign_units", "count_pairs", "deal_by_quota", "put_by_code"]
-
 
 @kernel
 def count_pairs(rows, columns, out):

@@ -20,8 +20,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import N_ROUNDS, below, bits, permuted, shuffle, stream
 
-__all__ = ["drawn_of_class", "floor_sum", "more_before", "stratified_rows"]
-
 # Up to this number of runs, the order of a pass is a table, because a Feistel network mixes a small domain poorly.
 _TABLE_RUNS = 256
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["copy_strings", "locate_strings"]
-
 _COLLECTION_HEADER_BYTES = 16
 _OBJECT_HEADER_BYTES = 16
 _SIGNATURE = 0x4C4F4347  # "GCOL"

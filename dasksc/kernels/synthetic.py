@@ -7,8 +7,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import bits, stream
 
-__all__ = ["draw_cells", "fill_alias_table"]
-
 _U32 = np.uint64(32)
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _ALWAYS = np.uint32(0xFFFFFFFF)

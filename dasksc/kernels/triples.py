@@ -6,8 +6,6 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 
-__all__ = ["count_triples", "fill_triples"]
-
 
 @kernel
 def count_triples(ids, rows, at, counts):

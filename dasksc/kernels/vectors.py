@@ -12,8 +12,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["count_bits", "descent_bits", "lowest_bit", "nonzero_bits"]
-
 
 @intrinsic
 def lowest_bit(typingctx: Any, word: Any) -> Any:

@@ -12,8 +12,6 @@ from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
 from dasksc.kernels.foreign import call, copy_bytes
 
-__all__ = ["decode_pieces"]
-
 _FIRST_ERROR = np.uint64(2**64 - 120)  # larger results are error codes
 _HAS_CHECKSUM = 0x04  # in the byte after the magic number
 

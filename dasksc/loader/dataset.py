@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["scDataset"]
-
 logger = logging.getLogger("dasksc.loader")
 
 # Attributes that ranks compare, besides the strategy and the content of batches.

@@ -36,8 +36,6 @@ from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.fetches import FetchPlan
 
-__all__ = ["Epoch"]
-
 # Maximum number of row numbers in the note of an error about a batch.
 _N_ROWS_SHOWN = 16
 

@@ -20,8 +20,6 @@ from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
 from dasksc.transforms.vocabulary import Vocabulary
 
-__all__ = ["GeneMatch", "GeneRequest", "Missing", "Repeated"]
-
 logger = logging.getLogger("dasksc.loader")
 
 Missing = Literal["error", "zero", "drop"]

@@ -19,8 +19,6 @@ from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.storage.dtypes import text_of
 
-__all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
-
 logger = logging.getLogger("dasksc.loader")
 
 STATE_VERSION = 1

@@ -22,8 +22,6 @@ from dasksc.memory import limits as process_memory
 from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
 from dasksc.storage import buffers
 
-__all__ = ["MemoryProjection"]
-
 logger = logging.getLogger("dasksc.loader")
 
 # Maximum size of the batches that are gathered ahead, in this process and on a device, unless there are two.

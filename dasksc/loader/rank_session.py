@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RankSession"]
-
 
 class RankSession:
     """Rank, world size and seed of a data set, fixed when the first epoch begins or earlier."""

@@ -9,8 +9,6 @@ from dasksc.loader.dataset import scDataset
 from dasksc.plan.strategies import Streaming
 from dasksc.transforms.composed import Transforms
 
-__all__ = ["RowRange"]
-
 
 class RowRange(scDataset):
     """Rows ``[start, stop)`` of the collection of a data set, in storage order, in batches of its content and size."""

@@ -48,8 +48,6 @@ from dasksc.storage import (
 )
 from dasksc.storage.dtypes import text_of
 
-__all__ = ["IndexedSource", "MatrixSource", "source_of"]
-
 logger = logging.getLogger("dasksc.loader")
 
 

@@ -20,8 +20,6 @@ from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import BFLOAT16, Layout, UseMmap
 from dasksc.transforms.composed import Transforms, as_transforms
 
-__all__ = ["HOOKS", "LoaderSpec", "check_hooks"]
-
 HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
 

@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-__all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "recommended_bytes", "share_of"]
-
 # Resident file-backed pages of the interpreter and the libraries while an epoch is read.
 CODE_BYTES = 160 * 2**20
 # Control groups of version 1 report this value, or one slightly larger, if there is no limit.

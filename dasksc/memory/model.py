@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 
 from dasksc.storage import FetchCost
 
-__all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "ReadingMode"]
-
 # Safety factor for fetches whose rows have more stored values than average, as weights may favor them.
 LONGER_ROWS = 1.1
 # Bytes per row in a plan: the row number and the position.

@@ -23,8 +23,6 @@ from dasksc.errors import InputError, RankMismatchError
 from dasksc.plan.process_groups import jax_state, torch_distributed
 from dasksc.plan.ranks import World
 
-__all__ = ["Agreement", "shared_store"]
-
 logger = logging.getLogger("dasksc.world")
 
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 
-__all__ = ["EMPTY_FLOATS", "EMPTY_INTS", "array_of", "read_only"]
-
 # Empty arrays, which stand for an absent lookup in kernel calls.
 EMPTY_INTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)

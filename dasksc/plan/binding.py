@@ -19,8 +19,6 @@ from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler
 from dasksc.plan.strategies import BuiltInStrategy, SamplingStrategy
 
-__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "reason_for_no_batches", "restricted"]
-
 
 @dataclass(frozen=True)
 class UserSampler(Sampler):

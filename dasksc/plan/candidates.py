@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.plan.arrays import EMPTY_INTS, array_of
 
-__all__ = ["Candidates", "index_array"]
-
 _Int64s = NDArray[np.int64]
 
 

@@ -22,8 +22,6 @@ from dasksc.plan.sets import SetSampler
 from dasksc.plan.shares import weight_of
 from dasksc.plan.strategies import BuiltInStrategy
 
-__all__ = ["CellSets"]
-
 logger = logging.getLogger("dasksc.plan")
 
 _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}

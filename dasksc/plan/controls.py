@@ -14,8 +14,6 @@ from dasksc.plan.candidates import Candidates
 from dasksc.plan.groups import combined_codes
 from dasksc.plan.labels import CodedColumn
 
-__all__ = ["Controls", "matched_controls"]
-
 _Int64s = NDArray[np.int64]
 
 

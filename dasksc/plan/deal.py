@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dasksc.kernels import permute
 from dasksc.plan.order import BlockOrder
 
-__all__ = ["ConsumedSegment", "Deal", "RankSequence", "RankSizes"]
-
 _Int64s = NDArray[np.int64]
 
 # Number of positions of a piece that are computed at once.

@@ -46,8 +46,6 @@ from dasksc.plan.samplers import Draw, Sampler
 from dasksc.plan.sets import SetDraw
 from dasksc.plan.stratified import StratifiedSampler
 
-__all__ = ["EpochPlan"]
-
 _Int64s = NDArray[np.int64]
 
 # Maximum number of rows of an epoch; sums of two numbers of rows fit into int64.

@@ -24,8 +24,6 @@ from typing import Any
 
 from dasksc.errors import StorageError
 
-__all__ = ["EpochCounter"]
-
 # Number of passes whose workers may still be starting: several DataLoader iterators can be active at once.
 _REMEMBERED_PASSES = 16
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from dasksc.displays import constructor
 
-__all__ = ["FetchPlan", "ascending"]
-
 _Int64s = NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ from dasksc.kernels import sets as kernels
 from dasksc.plan.arrays import EMPTY_INTS
 from dasksc.plan.labels import CodedColumn
 
-__all__ = ["RowGroups", "combined_codes", "group_rows"]
-
 _Int64s = NDArray[np.int64]
 
 # A table with one entry per code is always allowed up to this many entries; with many rows, the limit is larger.

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Purpose", "digest_of", "epoch_keys"]
-
 
 class Purpose(enum.IntEnum):
     """Purpose of a key; keys of different purposes are independent."""

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Diversity", "diversity_of"]
-
 _N_IDEAL = 1000
 
 

@@ -17,8 +17,6 @@ from dasksc.plan.arrays import array_of
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CodedColumn", "check_categories", "encode_labels", "listed"]
-
 _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.

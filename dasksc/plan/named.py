@@ -8,8 +8,6 @@ from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.plan.strategies import BlockShuffling, BuiltInStrategy, ClassBalancedSampling, SamplingStrategy, Streaming
 
-__all__ = ["SHORT_NAMES", "StrategyName", "as_strategy", "is_balanced", "strategy_named"]
-
 # Names of strategies that need no arguments, except for the labels of "balance".
 StrategyName = Literal["shuffle", "stream", "balance"]
 SHORT_NAMES: dict[str, type[BuiltInStrategy]] = {

@@ -11,8 +11,6 @@ from dasksc.kernels import permute
 from dasksc.plan.arrays import EMPTY_INTS
 from dasksc.plan.keys import Purpose, epoch_keys
 
-__all__ = ["BlockOrder", "rotated"]
-
 _Int64s = NDArray[np.int64]
 
 # Up to this number of blocks, the order is a Fisher-Yates table (half a megabyte, 1 ms). A Feistel network

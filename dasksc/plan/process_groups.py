@@ -6,8 +6,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["jax_state", "leave_group", "torch_distributed"]
-
 _SETTLE_S = 0.2
 
 

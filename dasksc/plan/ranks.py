@@ -17,8 +17,6 @@ from dasksc.checks import is_whole
 from dasksc.errors import InputError
 from dasksc.plan.process_groups import jax_state, torch_distributed
 
-__all__ = ["LAUNCHERS", "World", "size_in"]
-
 # Environment variables of each launcher (rank, world size, local rank), in order of precedence: the first launcher
 # whose rank and world size are set wins. `srun torchrun` and Kubeflow set the variables of several launchers, with
 # different values. The innermost launcher, which started this process, comes first.

@@ -18,8 +18,6 @@ from dasksc.kernels import permute
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 
-__all__ = ["AllRows", "ChosenRows", "Draw", "QuotaSampler", "RowSampler", "Sampler"]
-
 _Int64s = NDArray[np.int64]
 
 

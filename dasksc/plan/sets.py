@@ -18,8 +18,6 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.samplers import Sampler
 
-__all__ = ["SetDraw", "SetSampler"]
-
 _Int64s = NDArray[np.int64]
 
 # Maximum number of blocks of a group that a table permutes; filling the table takes microseconds.

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.plan.labels import CodedColumn
 
-__all__ = ["check_quotas", "factors_of", "largest_remainders", "max_draws", "shares_of", "weight_of"]
-
 _Int64s = NDArray[np.int64]
 
 

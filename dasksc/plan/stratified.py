@@ -19,8 +19,6 @@ from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import Sampler
 from dasksc.plan.shares import check_quotas, largest_remainders, max_draws
 
-__all__ = ["StratifiedRows", "StratifiedSampler"]
-
 _Int64s = NDArray[np.int64]
 
 # Number of batches among which the draws of a class are distributed at random. Rows that are neighbors in storage are

@@ -17,8 +17,6 @@ from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, Draw, Sampler
 
-__all__ = ["WeightedRows", "WeightedSampler", "Weights"]
-
 _Int64s = NDArray[np.int64]
 
 _SEGMENT_LEVELS = 6

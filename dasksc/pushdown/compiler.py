@@ -33,8 +33,6 @@ from dasksc.pushdown.dask_matrix import Key, layer_of
 from dasksc.pushdown.functions import is_elementwise, row_local, unknown_function
 from dasksc.storage import Matrix
 
-__all__ = ["Apply", "Compiler", "Concat", "Node", "NotRowLocalError", "Read", "Take", "at_rows"]
-
 Rows = range | NDArray[np.int64]
 
 _GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy, shuffled_rows)

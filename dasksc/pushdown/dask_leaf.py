@@ -18,8 +18,6 @@ from dasksc.pushdown.reductions import add_reductions
 from dasksc.storage import Columns, Matrix, RowBuffer
 from dasksc.storage.arrays import memory_dtype
 
-__all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
-
 # `da.from_array` puts this before the name of an array to form the key of its source.
 _SOURCE = "original-"
 

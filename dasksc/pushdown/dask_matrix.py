@@ -28,8 +28,6 @@ from dasksc.storage import FetchCost, RowBuffer, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
-__all__ = ["DaskMatrix", "Key", "concatenate_rows", "layer_of", "runs_by_block"]
-
 Key = Any
 
 # The number of values in a CSR chunk is unknown until the chunk is computed.

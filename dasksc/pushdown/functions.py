@@ -28,8 +28,6 @@ from dasksc._compat.dask import concatenate2, elemwise_handle_where, enforce_dty
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, variance_of
 
-__all__ = ["ELEMENTWISE", "for_blocks", "is_elementwise", "row_local", "unknown_function", "with_blocks"]
-
 # Known elementwise functions other than ufuncs.
 ELEMENTWISE = frozenset(
     [

@@ -19,8 +19,6 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-__all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "variance_of"]
-
 Axis = int | tuple[int, ...] | None
 Reduction = Callable[..., NDArray[Any]]
 

@@ -26,8 +26,6 @@ from dasksc.pushdown.functions import with_blocks
 from dasksc.storage import FetchCost, Layout, Matrix, RowBuffer, as_matrix, join
 from dasksc.storage.matrices import check_rows
 
-__all__ = ["RowLocalMatrix"]
-
 # Row numbers for each of several nodes.
 Needs = tuple[NDArray[np.int64], ...]
 Step = Callable[[], Any]

@@ -27,8 +27,6 @@ from dasksc.storage.opening import matrix_in
 from dasksc.storage.safety.hdf5_links import check_item
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["AnnDataStore", "codec_of"]
-
 # Elements of AnnData; each of the groups has entries.
 _SINGLE, _GROUPS = ("X", "obs", "var", "uns"), ("layers", "obsm", "obsp", "varm", "varp")
 _HDF5_FILTERS = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}

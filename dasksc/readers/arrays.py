@@ -17,8 +17,6 @@ from dasksc.errors import InputError
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, as_matrix, open_matrix
 
-__all__ = ["Lazy", "is_group", "is_lazy_matrix", "lazily"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lazy:

@@ -46,8 +46,6 @@ from dasksc.storage.remote.remote_file import RemoteFile, identities
 from dasksc.storage.uncompressed import PlainArray
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["CatalogReader", "Identity", "as_text", "write_matrix"]
-
 _AGAIN = "Index the files again: dasksc index PATHS --out"
 _COST = FetchCost.__dataclass_fields__
 # Number of the file of a part that lacks the matrix.

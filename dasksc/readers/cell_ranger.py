@@ -28,8 +28,6 @@ from dasksc.storage import ColumnMaps, ConcatenatedMatrix, Matrix, RemoteLocatio
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.opening import matrix_in
 
-__all__ = ["CellRangerStore"]
-
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 # All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"

@@ -15,8 +15,6 @@ from dasksc.storage import HDF5_ENDINGS, RemoteLocation
 from dasksc.storage.opening import hdf5_file
 from dasksc.storage.safety.hdf5_links import check_links
 
-__all__ = ["Hdf5Reader"]
-
 
 class Hdf5Reader(Reader):
     """Reader of ``.h5ad``, ``.h5mu`` and 10x ``.h5`` files; their content tells them apart."""

@@ -16,8 +16,6 @@ from dasksc.readers.names import names_in_pieces
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import RemoteLocation
 
-__all__ = ["Reader", "Store", "StoredMatrix"]
-
 _DESCRIBED = ("X", "layers/", "obsm/", "raw/X")
 
 

@@ -10,8 +10,6 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-__all__ = ["decode_old_categories", "entry_of_records", "is_record_array", "table_of_records"]
-
 
 def is_record_array(stored: Any) -> bool:
     """Return True if a stored element is an array of records, the old layout of tables and mappings."""

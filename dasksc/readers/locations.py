@@ -16,8 +16,6 @@ from dasksc.readers.options import OpenOptions
 from dasksc.storage import SCHEMES, RemoteLocation, caused_by_data, is_url, redact_url
 from dasksc.storage.zarr.zipped import is_zip
 
-__all__ = ["naming_errors", "where_of"]
-
 # Scheme and remainder of a URL that lost a slash: "s3:/bucket/atlas.zarr".
 _URL_WITH_ONE_SLASH = re.compile(rf"(?:^|/)((?:{'|'.join(SCHEMES)}):)/(.+)")
 

@@ -15,8 +15,6 @@ from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.zarr.zipped import is_zip, members_of
 
-__all__ = ["MuDataStore", "holds_modalities"]
-
 
 class MuDataStore(AnnDataStore):
     """A MuData: its own obs and obsm, and its modalities."""

@@ -16,18 +16,6 @@ from numpy.typing import NDArray
 from dasksc.storage import RemoteLocation, UseMmap
 from dasksc.storage.hdf5.strings import read_strings, strings_in_pieces
 
-__all__ = [
-    "any_equal",
-    "any_repeat",
-    "digest_names",
-    "dtype_of_nullable",
-    "nameless_index",
-    "names_in_pieces",
-    "read_names",
-    "stored_names",
-    "stored_names_type",
-]
-
 _FEW_NAMES = 100_000
 _PIECE = 2**16
 

@@ -13,8 +13,6 @@ from dasksc import config
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.storage import Cache, RemoteLocation, UseMmap
 
-__all__ = ["ACCEPTED", "OpenOptions", "Openable", "names_given", "refuse_feature_choice"]
-
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
 ACCEPTED = (

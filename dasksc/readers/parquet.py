@@ -31,8 +31,6 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
-__all__ = ["ParquetReader"]
-
 _DEFAULTS = {"genes": "genes", "expressions": "expressions", "token": "token_id", "gene_names": "ensembl_id"}
 # Limit of the tokens, since a table is indexed by them.
 _MOST_TOKENS = 2**26

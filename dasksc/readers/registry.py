@@ -20,8 +20,6 @@ from dasksc.readers.soma import SomaReader
 from dasksc.readers.zarr import ZarrReader
 from dasksc.storage import RemoteLocation
 
-__all__ = ["ENTRY_POINTS", "is_file_name", "is_listed_name", "opened", "reader_of", "readers"]
-
 logger = logging.getLogger("dasksc.readers")
 
 ENTRY_POINTS = "dasksc.readers"

@@ -13,8 +13,6 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout, RowBuffer
 
-__all__ = ["RowsMatrix"]
-
 Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]] | NDArray[Any]
 
 

@@ -16,8 +16,6 @@ from dasksc.readers.arrays import is_group
 from dasksc.storage import RemoteLocation
 from dasksc.storage.safety.hdf5_links import check_item
 
-__all__ = ["ReadSizes"]
-
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
 # is smaller. Total sizes up to this number are not compared with the memory.
 _ROOM_BYTES = 2**30

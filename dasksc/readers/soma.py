@@ -28,8 +28,6 @@ from dasksc.storage.arrays import logical_dtype
 from dasksc.storage.fetched_rows import indptr_of
 from dasksc.storage.runs import merge
 
-__all__ = ["SomaReader"]
-
 # Files and folders that TileDB keeps in each group and in each array.
 _MARKERS = ("__tiledb_group.tdb", "__schema")
 _ID = "soma_joinid"

@@ -37,8 +37,6 @@ from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.uncompressed import PlainArray
 
-__all__ = ["Survey", "surveyed"]
-
 # Elements that are larger are compared with the memory of the process first, by `AnnDataStore`.
 _MOST_ROWS = 2**22
 _GROUPS = ("layers", "obsm")

@@ -13,8 +13,6 @@ from dasksc.readers.legacy import is_record_array
 from dasksc.readers.names import nameless_index, read_names
 from dasksc.storage import RemoteLocation, UseMmap
 
-__all__ = ["column_order", "parts_of_table", "read_table"]
-
 
 def read_table(
     stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap

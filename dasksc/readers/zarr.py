@@ -15,8 +15,6 @@ from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.zarr.reader import ZarrFile
 from dasksc.storage.zarr.zipped import is_zip
 
-__all__ = ["ZarrReader"]
-
 
 class ZarrReader(Reader):
     """Reader of AnnData and MuData in Zarr stores."""

@@ -11,19 +11,6 @@ from numpy.typing import NDArray
 
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = [
-    "BrokenRunError",
-    "MemoryArray",
-    "StoredArray",
-    "UnknownLayoutError",
-    "chunk_length",
-    "decoded_length",
-    "logical_dtype",
-    "memory_dtype",
-    "row_bytes",
-]
-
-
 # Types of metadata values, and of the groups and arrays of HDF5 files and Zarr stores. A library that gets an object of
 # one of these types where it expects another type raises an AttributeError whose `obj` is that object.
 _PLAIN_DATA = (

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Recycling", "empty", "kept_bytes"]
-
 # The system allocator reuses smaller blocks itself.
 _SMALL_BYTES = 2**16
 # Each buffer of at least this size gets its own memory mapping, with huge pages.

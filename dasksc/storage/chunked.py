@@ -33,8 +33,6 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
 
-__all__ = ["ChunkSource", "ChunkTable", "ChunkedArray", "MappedChunks", "TableChunks"]
-
 _LARGE_CHUNK_BYTES = 2**20
 
 

@@ -26,22 +26,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-__all__ = [
-    "Blosc",
-    "Chain",
-    "Codec",
-    "Crc32c",
-    "Deflate",
-    "H5Lzf",
-    "Numcodec",
-    "Zstd",
-    "blosc_getitem",
-    "codec_of_config",
-    "deflate_functions",
-    "scratch",
-    "zstd_functions",
-]
-
 # Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
 # Codecs of numcodecs that map bytes to bytes, or numbers to numbers of the same type.

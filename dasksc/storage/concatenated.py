@@ -21,8 +21,6 @@ from dasksc.storage.mapped_rows import MappedCSR, locate
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["AbsentMatrix", "ConcatenatedMatrix"]
-
 # Parts with more runs of rows than this in a fetch are read one by one: a request to read a run ahead takes about a
 # microsecond, and only a part that is read by itself requests none if its rows are in the page cache.
 _MOST_RUNS = 64

@@ -10,21 +10,6 @@ from numpy.typing import NDArray
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
 
-__all__ = [
-    "BFLOAT16",
-    "can_round",
-    "counts_dtype",
-    "has_kernel_dtype",
-    "holds_all",
-    "kernel_target",
-    "may_round",
-    "narrowest",
-    "representable",
-    "sum_dtype",
-    "text_of",
-    "written",
-]
-
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 """Data type of arrays with the bits of bfloat16, which NumPy lacks; storage only writes it."""
 

@@ -16,8 +16,6 @@ from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, ch
 from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["CSRRowBuffer"]
-
 
 class CSRRowBuffer(RowBufferBase):
     """Fetched CSR rows, at arbitrary addresses in memory."""

@@ -17,8 +17,6 @@ from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, in
 from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["DenseRowBuffer"]
-
 
 class DenseRowBuffer(RowBufferBase):
     """Fetched dense rows, at arbitrary addresses in memory."""

@@ -17,8 +17,6 @@ from dasksc.storage.dtypes import cast, holds_all, may_round, representable, tex
 from dasksc.storage.matrix import ColumnMaps, Columns
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indptr_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origins:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dasksc.errors import CorruptDataError
 
-__all__ = ["FileIdentity"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileIdentity:

@@ -26,17 +26,6 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
-__all__ = [
-    "LocalFile",
-    "UseMmap",
-    "advise_mapped",
-    "can_map",
-    "mapping",
-    "mapping_of",
-    "read_at",
-    "should_map",
-]
-
 UseMmap: TypeAlias = bool | Literal["auto"]
 """Use of memory maps: always (True), never (False), or as set by `mapping` in the reading thread (``"auto"``)."""
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["ThreadsOfProcess"]
-
 
 class ThreadsOfProcess:
     """Thread pool that each process creates on first use, since a fork does not copy threads."""

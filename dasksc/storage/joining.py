@@ -14,8 +14,6 @@ from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.matrix import Layout, RowBuffer
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["join", "stack"]
-
 
 def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     """Concatenate fetches of one matrix, without copying if they hold the same data types."""

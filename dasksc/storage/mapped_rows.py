@@ -21,8 +21,6 @@ from dasksc.storage.read_timing import reading
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.uncompressed import PlainArray
 
-__all__ = ["MappedCSR", "locate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedCSR:

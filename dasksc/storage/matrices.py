@@ -29,8 +29,6 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.files import mapping
 from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_rows", "csr_in_memory"]
-
 logger = logging.getLogger("dasksc.storage")
 
 # An indptr up to this size is read whole at the first fetch and kept in the process. If it is larger, each fetch reads

@@ -18,8 +18,6 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 
-__all__ = ["ColumnMaps", "Columns", "Empty", "FetchCost", "RowBuffer", "Layout", "Matrix"]
-
 Layout = Literal["csr", "dense"]
 Empty: TypeAlias = Callable[[Any, DTypeLike], NDArray[Any]]
 """Allocation of an uninitialized array of a shape and a data type."""

@@ -29,8 +29,6 @@ from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 from dasksc.storage.zarr.zipped import is_zip
 
-__all__ = ["as_matrix", "hdf5_file", "matrix_in", "open_matrix"]
-
 logger = logging.getLogger("dasksc.storage")
 
 

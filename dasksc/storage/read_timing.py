@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-__all__ = ["ThreadTimes", "clock", "reading", "thread_times"]
-
 
 @dataclass(slots=True)
 class ThreadTimes:

@@ -16,8 +16,6 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["ReorderedMatrix", "part_costs"]
-
 
 class ReorderedMatrix:
     """Selected rows of a matrix in any order. Rows are read in stored order, and no data are rewritten."""

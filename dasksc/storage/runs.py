@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["cut", "locate", "merge"]
-
 
 def merge(
     starts: NDArray[np.int64], stops: NDArray[np.int64], *, gap: int = 0

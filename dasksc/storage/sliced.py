@@ -14,8 +14,6 @@ from dasksc.storage.read_timing import reading
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import locate, merge
 
-__all__ = ["SlicedArray"]
-
 # Maximum size of a slice. A slice covers neighboring runs and the gaps between them; the runs are copied from it.
 _SLICE_BYTES = 8 * 2**20
 

@@ -14,8 +14,6 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["SummedMatrix"]
-
 
 class SummedMatrix:
     """Selected columns of a matrix, some of which are summed. Rows are computed when they are fetched."""

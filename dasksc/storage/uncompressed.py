@@ -17,8 +17,6 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import merge
 
-__all__ = ["PlainArray"]
-
 
 class PlainArray:
     """Uncompressed array in one file."""

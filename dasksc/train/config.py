@@ -23,8 +23,6 @@ from dasksc.errors import InputError, MissingPathError
 from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, check_path, nearest, parameters_of, parse
 from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
 
-__all__ = ["Config", "add_sections", "created", "found", "keys_of"]
-
 _SECTIONS = "dasksc.train.sections"
 _PATHS = str | list[str] | dict[str, str]
 # Keys of a section in addition to the parameters of a function.

@@ -26,8 +26,6 @@ from dasksc.plan.process_groups import leave_group
 from dasksc.plan.ranks import LAUNCHERS, size_in
 from dasksc.train.sections import Fsdp, Training
 
-__all__ = ["Ranks", "distribute", "dtype_of", "joined_ranks", "local_rank_of", "strategy_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:

@@ -27,8 +27,6 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
-__all__ = ["chunk_table"]
-
 # Minimum size of the metadata of a chunk in an HDF5 file.
 _RECORD_BYTES = 8
 _NOWHERE = 2**64 - 1

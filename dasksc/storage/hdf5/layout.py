@@ -19,8 +19,6 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_item
 from dasksc.storage.uncompressed import PlainArray
 
-__all__ = ["direct_array"]
-
 
 def direct_array(
     file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap, is_checked: bool = False

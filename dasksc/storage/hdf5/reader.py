@@ -19,8 +19,6 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
-__all__ = ["H5Array", "H5File"]
-
 # Runs closer than this are read as one. A separate HDF5 selection costs tens of microseconds. In that time, this many
 # bytes can be copied from the page cache.
 _GAP_BYTES = 64 * 2**10

@@ -12,8 +12,6 @@ from dasksc.platforms import without_collection
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import REQUEST_BYTES, RemoteFile
 
-__all__ = ["BlockReader"]
-
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256

@@ -18,8 +18,6 @@ from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, should_map
 
-__all__ = ["packed_at", "read_strings", "split_strings", "strings_at", "strings_in_pieces"]
-
 _REFERENCE_BYTES = 16
 # Number of strings to create at a time.
 _PIECE = 2**20

@@ -22,8 +22,6 @@ from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage.remote.client import ObjectIdentity
 
-__all__ = ["BLOCK_BYTES", "Cache"]
-
 logger = logging.getLogger("dasksc.storage")
 
 # Size of a block, the unit of requests for missing data.

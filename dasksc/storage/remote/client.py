@@ -13,17 +13,6 @@ from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError
 from dasksc.storage.arrays import caused_by_data
 
-__all__ = [
-    "SCHEMES",
-    "ObjectIdentity",
-    "pauses",
-    "redact_error",
-    "redact_url",
-    "replaced_error",
-    "retry",
-    "secrets_of",
-]
-
 T = TypeVar("T")
 
 # URL schemes served by obstore.

@@ -19,8 +19,6 @@ from dasksc._compat.fsspec import options_in_url, path_in
 from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.remote.client import SCHEMES, ObjectIdentity, redact_error, redact_url, retry, secrets_of
 
-__all__ = ["FsspecClient", "split_fsspec_url"]
-
 T = TypeVar("T")
 
 # Names that implementations use for the version of an object and for its modification time.

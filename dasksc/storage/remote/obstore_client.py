@@ -28,8 +28,6 @@ from dasksc.storage.remote.client import (
     secrets_of,
 )
 
-__all__ = ["ObstoreClient"]
-
 T = TypeVar("T")
 
 # Text of the error for a response that breaks off. obstore retries such a request only if it knows the version of the

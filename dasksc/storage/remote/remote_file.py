@@ -26,16 +26,6 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.obstore_client import ObstoreClient
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = [
-    "AHEAD_BYTES",
-    "REQUEST_BYTES",
-    "RemoteFile",
-    "files_ahead",
-    "identities",
-    "in_order",
-    "ranges_of",
-]
-
 T = TypeVar("T")
 
 # Ranges closer than this are requested as one. Concurrent requests hide each other's round trips, but not the CPU time

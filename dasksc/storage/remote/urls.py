@@ -17,8 +17,6 @@ from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.fsspec_client import FsspecClient, split_fsspec_url
 from dasksc.storage.remote.obstore_client import ObstoreClient
 
-__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "RemoteLocation", "client_of", "is_recursive", "is_url", "matching"]
-
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 # Part of a pattern that matches folders at any depth.

@@ -12,8 +12,6 @@ import h5py
 
 from dasksc.errors import StorageError
 
-__all__ = ["check_item", "check_links"]
-
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
     """Raise an error if a file has links to files outside a folder."""

@@ -20,8 +20,6 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunked_array"]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

@@ -11,8 +11,6 @@ import numpy as np
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.codecs import Chain, Codec, codec_of_config
 
-__all__ = ["METADATA", "ZarrLayout", "layout_of"]
-
 _NUMBERS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )

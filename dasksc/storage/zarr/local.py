@@ -19,8 +19,6 @@ from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_ma
 from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
-__all__ = ["direct_array"]
-
 T = TypeVar("T")
 
 _OPEN_FILES = 16

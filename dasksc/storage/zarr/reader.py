@@ -18,8 +18,6 @@ from dasksc.storage.sliced import ReadSlice, SlicedArray
 from dasksc.storage.zarr.remote import metadata_of
 from dasksc.storage.zarr.stores import store_at
 
-__all__ = ["ZarrArray", "ZarrFile"]
-
 # Runs with smaller gaps are read as one, since each selection costs zarr-python about a millisecond.
 _GAP_BYTES = 2**20
 

@@ -17,8 +17,6 @@ from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
-__all__ = ["direct_array", "metadata_of"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from dasksc.storage.remote.client import pauses
 from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr.zipped import ZippedStore, is_zip, members_of
 
-__all__ = ["store_at"]
-
 T = TypeVar("T")
 
 _METADATA = ("zarr.json", ".zarray", ".zmetadata")

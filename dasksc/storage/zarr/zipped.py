@@ -10,8 +10,6 @@ from zarr.storage import ZipStore
 
 from dasksc.errors import CorruptDataError
 
-__all__ = ["ZippedStore", "is_zip", "members_of"]
-
 
 def is_zip(path: str) -> bool:
     """Return True if a local path is that of a file with the ending ``.zip``."""

@@ -69,7 +69,7 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
     old, whole = contents(tmp_path / "old.zarr"), contents(tmp_path / "whole.zarr")
 
     def convert():
-        return ended([sys.executable, "-c", SMALL_DISK_PROGRAM, tmp_path / "atlas.h5ad", out], is_preloaded=True)
+        return ended([sys.executable, "-c", SMALL_DISK_PROGRAM, tmp_path / "atlas.h5ad", out])
 
     codes = set()
     for kilobytes in (150, 600, 1200, 1500, 1800, 3500):

@@ -69,7 +69,7 @@ def uses(function: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:
         yield lambda x: elemwise(function, x[:, 1:2], ROW)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: f"{function.__module__}.{function.__name__}")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_a_known_function_of_csr_rows_is_the_function_of_dense_rows(function: Callable[..., Any]) -> None:
     block = values(np.int32 if function.__name__ in INTEGER else np.float32)
     stored = with_stored_zeros(block)

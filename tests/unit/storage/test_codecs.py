@@ -182,7 +182,8 @@ def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
 
 def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None:
     X = sp.random(3000, 200, density=0.5, format="csr", dtype=np.float32, random_state=0)
-    with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=True):
+    of_next = (ad.settings.override(zarr_write_format=3), ad.settings.override(auto_shard_zarr_v3=True))
+    with warnings.catch_warnings(action="ignore"), of_next[0], of_next[1]:
         ad.AnnData(X=X).write_zarr(tmp_path / "x.zarr")
     matrix = open_matrix(tmp_path / "x.zarr", "X")
     rows = np.array([3, 700, 701, 1500, 2999])
