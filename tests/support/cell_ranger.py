@@ -10,8 +10,6 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-__all__ = ["write_v2", "write_v3"]
-
 
 def write_v3(
     path: Path,

@@ -10,8 +10,6 @@ from typing import Any
 
 from dasksc import cli
 
-__all__ = ["Finished", "ended", "run_command"]
-
 
 @dataclass(frozen=True)
 class Finished:

@@ -20,8 +20,6 @@ import dasksc.conversion
 import dasksc.inference
 import dasksc.loader  # noqa: F401, the first test would import them
 
-__all__ = ["LIMIT_S", "SMOKES"]
-
 LIMIT_S = 3.0  # 2 s, and the noise of a machine in use
 SMOKES = (
     "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, two ranks, Dask workers

@@ -14,8 +14,6 @@ from typing import Any
 
 import dasksc
 
-__all__ = ["demo_folder", "failures_of", "has_example", "public_things"]
-
 
 def public_things(module_name: str) -> dict[str, Any]:
     """Return the public functions and classes of a module, except exceptions, by name."""

@@ -19,8 +19,6 @@ import yaml
 import dasksc
 from dasksc.cli import COMMANDS, prepared
 
-__all__ = ["interface"]
-
 MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental"),
     *("dasksc.dashboard", "dasksc.train", "dasksc.train.sections", "dasksc.train.models"),

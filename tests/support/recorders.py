@@ -15,8 +15,6 @@ from zarr.storage import LocalStore
 from dasksc.storage import arrays, chunked, sliced
 from dasksc.storage import uncompressed as plain
 
-__all__ = ["Reads", "recorded_reads"]
-
 
 @dataclass(frozen=True)
 class Reach:
