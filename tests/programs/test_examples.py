@@ -24,7 +24,7 @@ TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
 def run(*command: object, **options: object) -> str:
-    return programs.run([sys.executable, *command], **options)
+    return programs.run([sys.executable, *command], is_preloaded=True, **options)
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +204,7 @@ def test_cells_go_to_the_parts_that_the_file_says(tmp_path: Path) -> None:
     options = ["--cell-type-key=line", "--pert-col=target", "--control-pert=ctrl"]
     program = ROOT / "examples" / "cell_load_experiment.py"
     command = [sys.executable, program, tmp_path / "experiment.toml", *options, "--out", tmp_path / "parts.npz"]
-    printed = programs.run(command)
+    printed = programs.run(command, is_preloaded=True)
     assert "screen.v2.rpe1 has GONE" in printed
     obs = dasksc.open([tmp_path / name for name in files]).obs
     with np.load(tmp_path / "parts.npz") as parts:

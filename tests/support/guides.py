@@ -71,14 +71,19 @@ def install_wheel(folder: Path) -> Path:
 def run_with(site: Path, command: list[object], folder: Path) -> Any:
     """Run a command to completion with the package at `site`, and without the repository."""
     programs = f"{site / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
-    return ended(command, cwd=folder, PYTHONPATH=str(site), PATH=programs)
+    return ended(command, cwd=folder, is_preloaded=True, PYTHONPATH=str(site), PATH=programs)
 
 
 PRELUDE = """\
-import subprocess
+import os, shlex, subprocess
+from tests.support import preloaded
 def _run(*commands):
     for command in commands:
-        if status := subprocess.run(command, shell=True).returncode:
+        if preloaded.can_run(command):
+            status = preloaded.call(shlex.split(command), cwd=os.getcwd(), environment=os.environ)
+        else:
+            status = subprocess.run(command, shell=True).returncode
+        if status:
             raise SystemExit(f"{command}: exit status {status}")
 """
 

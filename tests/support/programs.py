@@ -7,8 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+
+from tests.support import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
@@ -20,20 +24,35 @@ TIMEOUT_S = 600  # only a program that hangs takes this long
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@cache
+def _server() -> tuple[str, object]:
+    """Start a server of preloaded processes, which ends with this process; return its address."""
+    folder = tempfile.TemporaryDirectory(dir="/tmp")  # paths of sockets are short
+    path = Path(folder.name) / "socket"
+    return str(path), (folder, preloaded.serve_on(path))
+
+
 def ended(
     command: Sequence[object],
     *,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    is_preloaded: bool = False,
     **changes: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion, on CPUs unless an environment is given; `changes` add environment variables."""
+    """Run a command to completion, on CPUs unless an environment is given; `changes` add environment variables.
+
+    If `is_preloaded` is True, the processes of Python programs start with the dependencies of dasksc imported.
+    """
     # Unbuffered, Python writes a line and its end separately, so the lines of several ranks would mix.
     given = (
         {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""} if environment is None else environment
     )
     given = {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     given |= {name: str(value) for name, value in changes.items()}
+    if is_preloaded:
+        given[preloaded.ADDRESS] = _server()[0]
+        return preloaded.ended(command, cwd=cwd or Path.cwd(), environment=given, timeout_s=TIMEOUT_S)
     return subprocess.run(
         [*map(str, command)],
         cwd=cwd,
@@ -55,7 +74,7 @@ def run(command: Sequence[object], **options: object) -> str:
 def torchrun(n_ranks: int, program: str, *arguments: object, **changes: object) -> str:
     """Run one of `PROGRAMS` under torchrun to completion, on CPUs; return its output."""
     command = [*TORCHRUN, "--standalone", f"--nproc_per_node={n_ranks}", PROGRAMS / program, *arguments]
-    return run(command, **changes)
+    return run(command, is_preloaded=True, **changes)
 
 
 def blocks(page: Path, language: str) -> list[re.Match[str]]:
@@ -75,7 +94,7 @@ def run_page(page: Path, folder: Path, atlas: Path) -> subprocess.CompletedProce
         lines[first : first + len(code)] = code
     program = folder / f"{page.stem}.py"
     program.write_text("\n".join(lines))
-    done = ended([sys.executable, program.name], cwd=folder)
+    done = ended([sys.executable, program.name], cwd=folder, is_preloaded=True)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done

@@ -31,7 +31,7 @@ def run(folder: Path, n_ranks: int, trainings: dict[str, dict[str, object]]) -> 
     if n_ranks > 1:
         torchrun(n_ranks, PROGRAM.name, given)
     else:
-        programs.run([sys.executable, PROGRAM, given])
+        programs.run([sys.executable, PROGRAM, given], is_preloaded=True)
     return {
         name: [json.loads((folder / name / f"seen-{rank}.json").read_text()) for rank in range(n_ranks)]
         for name in trainings
