@@ -295,8 +295,8 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None) -> None:
     """Log a warning that names of cells repeat."""
     is_path = isinstance(data, str | os.PathLike)
     logger.warning(
-        "obs_names repeat in %s; make them unique with adata.obs_names_make_unique(), or open or index the atlases with "
-        "index_unique='-'",
+        "obs_names repeat in %s; make them unique with adata.obs_names_make_unique(), or open or index the atlases "
+        "with index_unique='-'",
         quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases",
     )
 
