@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 from anndata import AnnData
-from dask.utils import SerializableLock
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
@@ -250,8 +250,9 @@ class IndexedSource(Source):
         super().__init__(name, collection, n_obs)
         self.categories: dict[str, list[Any]] = Categories()
         self.gene_match = None
-        # Held during calls of hooks and while the collection is indexed.
-        self.lock = SerializableLock()
+        # Held during calls of hooks and while the collection is indexed. Ctrl-C may leave a lock that is written in
+        # Python, such as Dask's `SerializableLock`, locked.
+        self.lock = threading.Lock()
 
     @property
     def labels(self) -> list[str]:
@@ -280,6 +281,15 @@ class IndexedSource(Source):
             elif not ours:
                 data = take_rows(self.collection, rows)
             return data if spec.fetch_transform is None else spec.fetch_transform(data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.Lock()
 
 
 def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
