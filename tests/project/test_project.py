@@ -33,8 +33,6 @@ CONDA_NAMES = {
 
 # Extras in environment.yml.
 USERS_EXTRAS = ("dashboard", "remote", "demo", "train")
-# CI does not install these extras, which take 260 MB; their tests are skipped there.
-NOT_IN_CI = {"parquet", "soma"}
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
@@ -43,7 +41,7 @@ def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
     An extra may require a higher version than the core, but two extras must agree.
     """
     extras = PYPROJECT["project"]["optional-dependencies"]
-    chosen = extras.keys() - NOT_IN_CI if wanted is None else wanted
+    chosen = extras if wanted is None else wanted
     core = {one.name: str(one.specifier) for one in map(Requirement, PYPROJECT["project"]["dependencies"])}
     bounds: dict[str, str] = {"python": PYPROJECT["project"]["requires-python"]}
     for requirement in map(Requirement, (line for extra in chosen for line in extras[extra])):
@@ -81,7 +79,7 @@ def test_the_extra_dev_has_everything():
         inner = {name for line in extras[extra] if line.startswith("dasksc[") for name in Requirement(line).extras}
         return {extra}.union(*map(contained, inner))
 
-    assert contained("dev") == set(extras) - NOT_IN_CI
+    assert contained("dev") == set(extras)
 
 
 def test_every_dependency_has_a_lower_bound_and_a_version_ci_runs_on():
