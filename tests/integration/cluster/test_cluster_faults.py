@@ -99,6 +99,33 @@ def test_killed_workers_go_unnoticed(atlas: Path) -> None:
         assert eventually(lambda: nothing_is_left(client))
 
 
+def test_others_do_the_fetches_of_a_frozen_worker_after_its_time_to_live(atlas: Path) -> None:
+    short = dask.config.set({"distributed.scheduler.worker-ttl": "10s"})
+    with short, local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        batches, frozen = [], 0
+        for i, batch in enumerate(dataset(atlas, client)):
+            batches.append(batch)
+            if i == 10:
+                frozen = watched(cluster)[0]
+                os.kill(frozen, signal.SIGSTOP)
+        assert values(batches) == values(dataset(atlas, "synchronous"))
+        assert eventually(lambda: frozen not in watched(cluster))
+        assert eventually(lambda: nothing_is_left(client))
+
+
+def test_a_worker_that_joins_works_too_and_goes_unnoticed(atlas: Path) -> None:
+    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        batches = []
+        for i, batch in enumerate(dataset(atlas, client)):
+            batches.append(batch)
+            if i == 10:
+                cluster.scale(2)
+                client.wait_for_workers(2, timeout=WAIT_S)
+        assert values(batches) == values(dataset(atlas, "synchronous"))
+        assert all(client.run(lambda dask_worker: dask_worker.transfer_outgoing_bytes_total > 0).values())
+        assert eventually(lambda: nothing_is_left(client))
+
+
 class DaskProcesses:
     """Scheduler and worker processes that end with this context and write their logs to `folder`."""
 
