@@ -32,8 +32,7 @@ __all__ = [
     "row_keys",
 ]
 
-_SIGN = np.uint32(0x80000000)
-_REST = np.uint32(0x7FFFFFFF)
+_ALL = np.uint32(0xFFFFFFFF)
 # Streams under the key of a row: for the choice of sampled genes, the choice of masked genes, the fate of a masked
 # gene, the replacement of a masked gene, and the bin of a value at which several bin edges coincide.
 _SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
@@ -54,11 +53,11 @@ def row_keys(key, rows, out):
 
 @kernel
 def count_tokens(indptr, columns, values, ids, counts):
-    """Count the tokens of each row into `counts`, int64; return the first row with a NaN, or -1."""
+    """Count the tokens of each row into `counts`, int64; return the first row with a value not in [0, inf), or -1."""
     for i in range(len(counts)):
         count = 0
         for k in range(indptr[i], indptr[i + 1]):
-            if values[k] != values[k]:
+            if not 0 <= values[k] < np.inf:
                 return i
             count += (values[k] != 0) & (ids[columns[k]] >= 0)
         counts[i] = count
@@ -84,8 +83,7 @@ def _sort_descending(order, spare, sort_keys, n):
     # small counts, stored as float32, share their lowest two or three bytes.
     for i in range(n):
         order[i] = i
-        word = sort_keys[i]
-        sort_keys[i] = word if word & _SIGN else word ^ _REST
+        sort_keys[i] ^= _ALL  # values are positive, so their bits are in their order
     counts = np.empty(256, np.int64)
     for byte in range(4):
         shift = np.uint32(8 * byte)

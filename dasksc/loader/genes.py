@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.assemble import require_key
+from dasksc.atlas.assemble import matrix_behind, require_key
 from dasksc.checks import check_one_of, name_or_none, similar, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
+from dasksc.storage.concatenated import ConcatenatedMatrix
 from dasksc.transforms.vocabulary import Vocabulary
 
 logger = logging.getLogger("dasksc.loader")
@@ -182,10 +183,13 @@ class GeneRequest:
             raise InputError(f"genes= repeats {twice!r}; list each gene once")
         missing = [name for name in wanted if name not in places]
         if missing and (self.missing == "error" or len(missing) == len(wanted)):
+            X = None if of is None or of.X is None else matrix_behind(of.X)
+            inner = isinstance(X, ConcatenatedMatrix)
+            only = "join='inner' keeps only the genes of all atlases, join='outer' those of any. " if inner else ""
             raise MissingKeyError(
                 f"{matched_by} lacks {len(missing):,} of {len(wanted):,} requested genes: {some(missing)}; it has "
-                f"{some(similar(missing[0], places, n=3) or places)}. Use symbols in both or Ensembl IDs in both, or "
-                "match a column of var with genes_key=, or give genes_missing='zero' or 'drop'"
+                f"{some(similar(missing[0], places, n=3) or places)}. {only}Use symbols in both or Ensembl IDs in "
+                "both, or match a column of var with genes_key=, or give genes_missing='zero' or 'drop'"
             )
         kept = [name for name in wanted if name in places] if self.missing == "drop" else wanted
         taken = [

@@ -163,7 +163,7 @@ def state_of(
         state["worker"] = (worker.id, worker.num_workers)
     elif (epoch := unfinished()) is not None:
         logger.warning(
-            "the state does not contain the position of DataLoader workers, which are in the middle of epoch %d: a run "
+            "the state does not contain the position of DataLoader workers, which have read a part of epoch %d: a run "
             "resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of torchdata's "
             "StatefulDataLoader",
             epoch,

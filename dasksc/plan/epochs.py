@@ -152,10 +152,13 @@ class EpochCounter:
             return list(state["passes"][-1]["reports"].values()) if state["by_workers"] else None
 
     def unfinished(self) -> int | None:
-        """Return the latest epoch if DataLoader workers read it and not all of them have finished, otherwise None."""
+        """Return the latest epoch if DataLoader workers read it and not all of it has been read, otherwise None."""
         with self._locked() as state:
-            last = state["passes"][-1] if state["by_workers"] else None
-            return None if last is None or len(last["reports"]) == last["of"] else int(last["epoch"])
+            if not state["by_workers"]:
+                return None
+            last = state["passes"][-1]
+            n_read = sum(not report["n_batches_left"] for report in last["reports"].values())
+            return None if n_read == last["of"] else int(last["epoch"])
 
 
 def _latest(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int | None = None) -> Any:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.readers.anndata import AnnDataStore
-from dasksc.readers.interface import Reader, Store
+from dasksc.readers.interface import Reader, Store, StoredMatrix
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
     AbsentMatrix,
@@ -48,6 +48,8 @@ from dasksc.storage.zarr.reader import ZarrFile
 
 _AGAIN = "Index the files again: dasksc index PATHS --out"
 _COST = FetchCost.__dataclass_fields__
+# Number of files whose storage is described.
+_N_DESCRIBED = 64
 # Number of the file of a part that lacks the matrix.
 _NONE = -1
 
@@ -91,6 +93,15 @@ class _CatalogStore(AnnDataStore):
         if key not in self._root.attrs["dasksc-catalog"]:  # a table of obsm
             return super().matrix(key)
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
+
+    def description(self) -> Iterator[StoredMatrix]:
+        """Describe the storage of the matrices in the first files."""
+        from dasksc.readers.registry import opened  # which has this reader
+
+        for file in self._files[:_N_DESCRIBED]:
+            where = file.location if isinstance(file, RemoteFile) else file
+            with opened(where.path if isinstance(where, LocalFile) else where, self._options) as store:
+                yield from store.description()
 
     @cached_property
     def _files(self) -> list[_File]:

@@ -126,7 +126,7 @@ class _Tokens:
 
         X and layers give way to ``input_ids`` (int64), ``values`` (float32), ``attention_mask`` (bool; False for
         padding) and, if tokens are masked, ``labels`` (int64), each of shape (batch, length). Other elements are not
-        copied. A wrong number of columns or NaN raises `InputError`.
+        copied. A wrong number of columns, or values that are NaN, infinite or negative raise `InputError`.
         """
         indptr, columns, values = _nonzeros(batch, len(self._ids))
         n_rows = len(indptr) - 1
@@ -134,7 +134,8 @@ class _Tokens:
         bad = kernels.count_tokens(indptr, columns, values, self._ids, counts)
         if bad >= 0:
             raise InputError(
-                f"row {int(batch.index[bad])} of X holds NaN, which cannot be ranked; fill missing values first"
+                f"row {int(batch.index[bad])} of X holds a value that is NaN, infinite or negative. Give counts, or "
+                "normalized values that are not centered, and fill missing values first"
             )
         keys = np.empty(n_rows, dtype=np.uint64)
         (key,) = epoch_keys(self.seed, self._epoch, Purpose.TOKENS)

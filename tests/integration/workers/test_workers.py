@@ -89,6 +89,16 @@ def test_a_data_set_that_was_read_in_the_parent_does_not_hang_forked_workers(pat
     assert len(list(half)) == len(one) - 3
 
 
+def test_a_state_saved_after_workers_read_a_part_of_an_epoch_is_warned_about(path, caplog):
+    one = dataset(path)
+    loader = DataLoader(one, batch_size=None, num_workers=2)
+    next(iter(loader))
+    assert (one.state_dict()["epoch"], "a part of epoch 0" in caplog.text) == (1, True)
+    caplog.clear()
+    list(loader)
+    assert (one.state_dict()["epoch"], caplog.text) == (2, "")
+
+
 def test_ranks_times_workers_cover_an_epoch_once(path):
     everything = []
     for rank in range(2):

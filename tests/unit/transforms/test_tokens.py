@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from itertools import chain
 
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.core
 
 N_GENES = 9
 GENES = [f"gene{i}" for i in range(N_GENES)]
-# Few distinct values, so that ties are frequent; both signs, and values that float32 rounds.
-VALUES = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 0.1, 1e-30, 1e30, -1.0, -2.5])
+# Few distinct values, so that ties are frequent, and values that float32 rounds.
+VALUES = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 0.1, 1e-30, 1e30])
 CELLS = st.lists(st.lists(VALUES, min_size=N_GENES, max_size=N_GENES), min_size=0, max_size=6)
 
 
@@ -229,9 +230,9 @@ def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, na
         Vocabulary.read(tmp_path / name)
 
 
-def batch_with_nan() -> Batch:
+def batch_with(value: float) -> Batch:
     X = torch.ones(2, N_GENES)
-    X[1, 3] = torch.nan
+    X[1, 3] = value
     return Batch(X=X, index=torch.tensor([30, 31]))
 
 
@@ -257,7 +258,9 @@ def batch_with_nan() -> Batch:
         (lambda: RankTokens(GENES, padding=True), InputError, "padding"),
         (lambda: RankTokens(GENES, seed=-1), InputError, "seed"),
         (lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 4), index=torch.arange(2))), InputError, "4 .* 9 "),
-        (lambda: RankTokens(GENES)(batch_with_nan()), InputError, "row 31 .*NaN"),
+        (lambda: RankTokens(GENES)(batch_with(math.nan)), InputError, "row 31 "),
+        (lambda: RankTokens(GENES)(batch_with(math.inf)), InputError, "row 31 "),
+        (lambda: ValueBins(GENES)(batch_with(-1)), InputError, "row 31 "),
         (lambda: RankTokens(GENES)({"X": torch.ones(2, N_GENES)}), InputError, "transform="),
         (lambda: dasksc.scDataset(np.ones((4, 9)), batch_transform=RankTokens(GENES)), InputError, "batch_transform="),
     ],
