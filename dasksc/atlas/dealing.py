@@ -15,8 +15,8 @@ from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import split as kernels
 from dasksc.plan.arrays import EMPTY_INTS
-from dasksc.plan.groups import combined_codes
 from dasksc.plan.labels import CodedColumn
+from dasksc.plan.sets import combined_codes
 
 _Int64s = NDArray[np.int64]
 _Int32s = NDArray[np.int32]

@@ -40,12 +40,10 @@ class _JaxStore:
         return self.get(key)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is set."""
         value: str = self._client.key_value_try_get(f"{self._prefix}/{key}")
         return value.encode()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys are set."""
         try:
             return all(map(self.get, keys))
         except RuntimeError:
@@ -133,7 +131,6 @@ class Agreement:
             )
 
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
-        """Return the settings that differ between `rank` and this rank, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
         its, mine = ([one.get(name, "not set") for name in names] for one in (its_settings, settings))
         texts = [

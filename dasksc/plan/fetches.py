@@ -56,7 +56,6 @@ class FetchPlan:
 
     @property
     def n_batches(self) -> int:
-        """Number of batches in the fetch."""
         return -(-len(self.order) // self.batch_size)
 
     def batch(self, i: int) -> _Int64s:

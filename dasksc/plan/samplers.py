@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 
 _Int64s = NDArray[np.int64]
@@ -56,7 +56,6 @@ class Sampler:
         return False
 
     def draw(self, seed: int, epoch: int) -> Draw:
-        """Return the draw of an epoch."""
         raise NotImplementedError
 
     def digest(self) -> str:

@@ -21,13 +21,19 @@ from dasksc.displays import brief, constructor
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
-from dasksc.plan.candidates import Candidates, index_array
+from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, array_of, index_array
+from dasksc.plan.deal import BlockOrder
 from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.labels import CodedColumn, encode_labels
-from dasksc.plan.order import BlockOrder
+from dasksc.plan.labels import (
+    CodedColumn,
+    check_quotas,
+    encode_labels,
+    factors_of,
+    largest_remainders,
+    max_draws,
+    shares_of,
+)
 from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler
-from dasksc.plan.shares import check_quotas, factors_of, largest_remainders, max_draws, shares_of
 from dasksc.plan.stratified import StratifiedSampler
 from dasksc.plan.weighted import WeightedSampler, Weights
 

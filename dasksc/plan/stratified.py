@@ -14,10 +14,10 @@ from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.labels import check_quotas, largest_remainders, max_draws
 from dasksc.plan.samplers import Sampler
-from dasksc.plan.shares import check_quotas, largest_remainders, max_draws
 
 _Int64s = NDArray[np.int64]
 

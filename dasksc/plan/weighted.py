@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, read_only
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, read_only
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, Draw, Sampler
 
@@ -122,7 +121,6 @@ class WeightedSampler(Sampler):
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights."""
         return float(self._tree[1])
 
     def require_drawable(self) -> None:

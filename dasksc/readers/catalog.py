@@ -66,7 +66,6 @@ class CatalogReader(Reader):
         return isinstance(path, str) and super().matches(path) and os.path.isfile(path)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        """Open a catalogue."""
         assert isinstance(path, str)
         root = zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")
         if "dasksc-texts" not in root.attrs:
@@ -152,7 +151,6 @@ class _UnopenedMatrix:
         self._file, self._key, self._options = file, key, options
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         matrix = _opened(self)
         if (*matrix.shape, matrix.stored_dtype) != (*self.shape, self.stored_dtype):
             raise CorruptDataError(

@@ -10,7 +10,8 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.checks import known
+from dasksc.errors import InputError
 from dasksc.multiindexable import MultiIndexable
 
 __all__ = ["adata_to_mindex", "bionemo_to_tensor", "fetch_transform_adata", "hf_tahoe_to_tensor"]
@@ -163,10 +164,7 @@ def _dense(X: Any) -> NDArray[Any]:
 
 
 def _obs_values(obs: Any, name: str) -> Any:
-    try:
-        column = obs[name]
-    except KeyError as error:
-        raise MissingKeyError(f"obs has no column {name!r}; it has {list(obs.keys())}") from error
+    column = obs[known("obs", name, list(obs.keys()))]
     return getattr(column, "values", column)
 
 
