@@ -21,7 +21,7 @@ _N_SHOWN = 3
 _N_CHARACTERS = 60
 # Libraries whose objects have a shape and a dtype, which are known without computing.
 _ARRAYS = ("numpy", "pandas", "scipy", "torch", "dask")
-_BRACKETS = {dict: "{}", list: "[]", tuple: "()"}
+_BRACKETS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: ("(", ")")}
 
 
 def brief(value: Any) -> str:

@@ -97,8 +97,9 @@ class MultiIndexable:
         if names is not None and (len(names) != len(indexables) or len(set(names)) != len(names)):
             raise InputError(f"{len(indexables)} members require {len(indexables)} different names; got {list(names)}")
 
+        keys = range(len(indexables)) if names is None else names
         self._is_named = names is not None
-        self._members = dict(zip(range(len(indexables)) if names is None else names, indexables, strict=True))
+        self._members: dict[Any, Any] = dict(zip(keys, indexables, strict=True))
         self._unstructured = dict(unstructured or {})
         lengths = {}
         for name, member in self._members.items():

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,6 @@ class CellSets(BuiltInStrategy):
     unmatched: str = "error"
     control_indices: Any = None
     include_control: bool = False
-    _shuffle_before_yield: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         by = _names("by", self.by)

@@ -302,9 +302,10 @@ class EpochPlan:
         if unit > 1:
             stored = (stored[:, None] * unit + np.arange(unit)).ravel()
             order = (order[:, None] * unit + np.arange(unit)).ravel()
-        # Rows that are permuted later may be drawn in any order, and ascending order is the cheapest.
-        rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
-        if np.any(rows[1:] < rows[:-1]):
+        rows = self._draw.rows(stored)
+        if self.sampler.shuffle_rows and unit == 1:
+            rows = np.sort(rows)  # they are permuted by `order`
+        elif np.any(rows[1:] < rows[:-1]):
             # The rows are read in ascending order, and yielded in the order of the draw.
             rows, positions = ascending(rows)
             order = positions[order]

@@ -24,8 +24,8 @@ _Int64s = NDArray[np.int64]
 class Draw(Protocol):
     """Rows of one epoch, in storage order."""
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """Return the row numbers at `positions`, each in [0, n_rows); with `ascending`, in ascending order."""
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows)."""
 
 
 class Sampler:
@@ -71,11 +71,10 @@ class AllRows:
     skip_from: int = 0
     n_skipped: int = 0
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+    def rows(self, positions: _Int64s) -> _Int64s:
         if self.n_skipped:
             positions = positions + self.n_skipped * (positions >= self.skip_from)
-        rows = self.candidates.rows(positions)
-        return np.sort(rows) if ascending else rows
+        return self.candidates.rows(positions)
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,8 @@ class ChosenRows:
     candidates: Candidates
     chosen: NDArray[Any]
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
-        return np.sort(rows) if ascending else rows
+    def rows(self, positions: _Int64s) -> _Int64s:
+        return self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True)

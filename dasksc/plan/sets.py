@@ -295,9 +295,9 @@ class SetDraw:
         )
         return groups, sampler.candidates.rows(sampler.groups.rows(members))
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+    def rows(self, positions: _Int64s) -> _Int64s:
         size = self.sampler.set_size
         numbers, place = np.unique(positions // size, return_inverse=True)
         _, drawn = self._targets(numbers)
-        rows = drawn.reshape(-1, size)[place, positions % size]
-        return np.sort(rows) if ascending else rows
+        rows: _Int64s = drawn.reshape(-1, size)[place, positions % size]
+        return rows

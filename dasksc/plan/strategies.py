@@ -209,10 +209,6 @@ class Streaming(BuiltInStrategy):
     def __post_init__(self) -> None:
         check_flags(shuffle=self.shuffle)
 
-    @property
-    def _shuffle_before_yield(self) -> bool:  # type: ignore[override]
-        return self.shuffle
-
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `BuiltInStrategy.bind`."""
         return RowSampler(Candidates.of(self.indices, n_obs), None, shuffle_blocks=False, shuffle_rows=self.shuffle)
@@ -244,7 +240,6 @@ class BlockShuffling(BuiltInStrategy):
     block_size: int = 8
     indices: Any = None
     drop_last: bool = False
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -313,7 +308,6 @@ class BlockWeightedSampling(BuiltInStrategy):
     total_size: int | None = None
     replace: bool = True
     sampling_size: int | None = None
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_rounds(self)
@@ -413,7 +407,6 @@ class ClassBalancedSampling(BuiltInStrategy):
     class_weights: Mapping[Any, float] | None = field(default=None)
     temperature: float | None = None
     per_batch: bool = False
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_rounds(self)
