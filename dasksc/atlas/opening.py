@@ -241,17 +241,9 @@ def elements_of(
     if parts == []:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if parts is not None and (len(parts) > 1 or not isinstance(data, str | os.PathLike)):
-        found = _open_several(
-            parts,
-            obs,
-            options,
-            extent="all" if extent == "all" or merge is not None else "joined",
-            table=table,
-            raw=raw,
-            join=join,
-            on_error=on_error,
-            **joining,
-        )
+        extent = "all" if extent == "all" or merge is not None else "joined"
+        joining |= {"table": table, "raw": raw, "join": join, "on_error": on_error}
+        found = _open_several(parts, obs, options, extent=extent, **joining)
     else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         one = data if parts is None else parts[0][1]

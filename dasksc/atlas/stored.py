@@ -179,6 +179,11 @@ def _obs(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, o
     table = store.table("obs", wanted)
     if wanted is not None and list(table.columns) != wanted:  # avoids a copy of the columns
         table = table[wanted]
+    return _indexed(table, options)
+
+
+def _indexed(table: pd.DataFrame, options: OpenOptions) -> pd.DataFrame:
+    """Return a table of cells whose index has their names, if they are wanted, and no names otherwise."""
     if not options.has_names:
         table.index = pd.RangeIndex(len(table))
     elif isinstance(table.index, pd.RangeIndex):
@@ -197,11 +202,7 @@ def _entries(store: Store, keys: Collection[str], group: str, options: OpenOptio
 
 def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
     """Return the elements of an AnnData, with its matrices lazy."""
-    table = _in_memory(adata.obs)
-    if not options.has_names:
-        table.index = pd.RangeIndex(len(table))
-    elif isinstance(table.index, pd.RangeIndex):
-        table.index = table.index.astype(str)
+    table = _indexed(_in_memory(adata.obs), options)
     if obs is not None:
         table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None

@@ -199,20 +199,9 @@ class RankSequence:
     def positions(self, start: int, stop: int) -> _Int64s:
         """Return the storage positions of the range ``[start, stop)`` of the sequence, in the order of the sequence."""
         out = np.empty(stop - start, dtype=np.int64)
-        permute.deal(
-            start,
-            self.sizes.block_size,
-            self.rank,
-            self.sizes.world_size,
-            self.deal.first,
-            self.piece_round,
-            self.piece,
-            self.order.n_blocks,
-            self.order.table,
-            self.order.half_bits,
-            self.order.round_keys,
-            out,
-        )
+        sizes, order = self.sizes, self.order
+        dealt = start, sizes.block_size, self.rank, sizes.world_size, self.deal.first, self.piece_round, self.piece
+        permute.deal(*dealt, order.n_blocks, order.table, order.half_bits, order.round_keys, out)
         return out
 
     def n_begun(self, position: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.plan.strategies import BlockShuffling, BuiltInStrategy, ClassBalancedSampling, SamplingStrategy, Streaming
 
@@ -28,10 +29,12 @@ def strategy_named(name: str, *, label_key: str | None = None, block_size: int |
             f"strategy={name!r} is not the name of a strategy; expected {', '.join(map(repr, SHORT_NAMES))}, or an "
             "object such as dasksc.BlockShuffling(block_size=64)"
         )
-    if is_balanced(name) != (label_key is not None):
+    if is_balanced(name) and label_key is None:
+        raise InputError(f"strategy={name!r} needs label_key=, the name of the obs column whose classes it balances")
+    if not is_balanced(name) and label_key is not None:
         raise InputError(
-            "strategy='balance' needs label_key=, the name of the obs column whose classes it balances, and other "
-            f"strategies have no label_key=; got strategy={name!r} and label_key={label_key!r}"
+            f"label_key={label_key!r} applies only to strategy='balance', but strategy is {name!r}; give "
+            "strategy='balance', or leave out label_key="
         )
     options: dict[str, Any] = {"label_key": label_key, "block_size": block_size}
     if SHORT_NAMES[name] is Streaming:
@@ -44,9 +47,14 @@ def as_strategy(given: Any, *, label_key: str | None = None) -> SamplingStrategy
     if isinstance(given, str):
         return strategy_named(given, label_key=label_key)
     if not isinstance(given, SamplingStrategy):
+        advice = ""
+        if is_whole(given):
+            advice = f". The second argument is the strategy; give the batch size by name: batch_size={given}"
+        elif isinstance(given, type) and issubclass(given, SamplingStrategy):
+            advice = f". Give an instance: {given.__name__}(...)"
         raise WrongTypeError(
-            "strategy, the second argument, must be a SamplingStrategy such as dasksc.BlockShuffling(), or the name of "
-            f"one ({', '.join(map(repr, SHORT_NAMES))}); got {given!r}"
+            "strategy must be a SamplingStrategy such as dasksc.BlockShuffling(), or the name of one "
+            f"({', '.join(map(repr, SHORT_NAMES))}); got {given!r}{advice}"
         )
     if label_key is not None:
         raise InputError(

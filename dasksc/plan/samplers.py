@@ -134,13 +134,6 @@ class QuotaSampler(Sampler):
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
         out = np.empty(self.n_rows, dtype=np.int64)
-        draw_kernels.select_quotas(
-            self.candidates.n,
-            self.codes,
-            self.lookup,
-            self.quotas.copy(),
-            self.counts.copy(),
-            epoch_keys(seed, epoch, Purpose.DRAW)[0],
-            out,
-        )
+        source = self.candidates.n, self.codes, self.lookup, self.quotas.copy(), self.counts.copy()
+        draw_kernels.select_quotas(*source, epoch_keys(seed, epoch, Purpose.DRAW)[0], out)
         return ChosenRows(self.candidates, out)

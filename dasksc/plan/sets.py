@@ -251,17 +251,9 @@ class SetDraw:
         control_keys = np.empty(len(numbers), dtype=np.uint64)
         kernels.set_keys(self.keys[2], numbers, control_keys)
         chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
-        kernels.fill_controls(
-            control_keys,
-            controls.pools[rows].astype(np.int64),
-            controls.starts,
-            controls.counts,
-            controls.block_size,
-            controls.n_controls,
-            sampler.set_size,
-            np.empty(_TABLE_BLOCKS, dtype=np.int64),
-            chosen,
-        )
+        pools = controls.pools[rows].astype(np.int64), controls.starts, controls.counts
+        sizes = controls.block_size, controls.n_controls, sampler.set_size
+        kernels.fill_controls(control_keys, *pools, *sizes, np.empty(_TABLE_BLOCKS, dtype=np.int64), chosen)
         return groups, rows, controls.rows[chosen].astype(np.int64, copy=False)
 
     def _targets(self, numbers: _Int64s) -> tuple[_Int64s, _Int64s]:
@@ -282,17 +274,8 @@ class SetDraw:
             firsts = (numbers - np.where(groups > 0, sampler.ends[groups - 1], 0)) * sampler.set_size
             kernels.set_keys(self.keys[1], groups, keys)
         members = np.empty(len(numbers) * sampler.set_size, dtype=np.int64)
-        kernels.fill_sets(
-            groups,
-            keys,
-            firsts,
-            sampler.groups.starts,
-            sampler.groups.counts,
-            sampler.block_rows,
-            sampler.set_size,
-            np.empty(_TABLE_BLOCKS, dtype=np.int64),
-            members,
-        )
+        source = sampler.groups.starts, sampler.groups.counts, sampler.block_rows, sampler.set_size
+        kernels.fill_sets(groups, keys, firsts, *source, np.empty(_TABLE_BLOCKS, dtype=np.int64), members)
         return groups, sampler.candidates.rows(sampler.groups.rows(members))
 
     def rows(self, positions: _Int64s) -> _Int64s:

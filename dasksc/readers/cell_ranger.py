@@ -31,8 +31,6 @@ from dasksc.storage.opening import matrix_in
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 # All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"
-# Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
-_PIECE_ROWS = 2**20
 _AGAIN = "Copy or download the file again."
 
 
@@ -154,11 +152,8 @@ class CellRangerStore(Store):
         """Mask of the features to keep; None if all are kept."""
         var, options = self._genes, self._options
         kept = np.ones(len(var), dtype=bool)
-        chosen: dict[str, tuple[str, ...]] = {}
-        if options.feature_types is not None:
-            chosen["feature_types"] = options.feature_types
-        if options.genomes is not None and self._is_v3:
-            chosen["genome"] = options.genomes
+        given = {"feature_types": options.feature_types, "genome": options.genomes if self._is_v3 else None}
+        chosen = {column: names for column, names in given.items() if names is not None}
         for column, names in chosen.items():
             if column in var:
                 held = var[column].to_numpy()
@@ -186,11 +181,7 @@ class CellRangerStore(Store):
             return np.asarray(stored[()]).astype(str).astype(object)
         if stored.dtype.kind == "O":
             return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
-        found = np.empty(len(stored), dtype=object)
-        for start in range(0, len(stored), _PIECE_ROWS):
-            piece = slice(start, start + _PIECE_ROWS)
-            found[piece] = np.char.decode(stored[piece], "utf-8")
-        return found
+        return np.asarray(stored.asstr("utf-8")[()], dtype=object)
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""
