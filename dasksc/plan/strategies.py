@@ -171,15 +171,14 @@ class BuiltInStrategy(SamplingStrategy):
 
 
 def _bind_collection(strategy: BuiltInStrategy, collection: Any) -> Sampler:
-    return strategy.bind(len(collection), lambda key: _obs_column(collection, key))
+    def labels_of(key: str) -> Any:
+        obs = getattr(collection, "obs", None)
+        if obs is None or key not in obs:
+            held = "no obs" if obs is None else f"the columns {list(obs)}"
+            raise MissingKeyError(f"{key!r} names a column of obs, but the {type(collection).__name__} has {held}")
+        return obs[key]
 
-
-def _obs_column(collection: Any, key: str) -> Any:
-    obs = getattr(collection, "obs", None)
-    if obs is None or key not in obs:
-        held = "no obs" if obs is None else f"the columns {list(obs)}"
-        raise MissingKeyError(f"{key!r} names a column of obs, but the {type(collection).__name__} has {held}")
-    return obs[key]
+    return strategy.bind(len(collection), labels_of)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
