@@ -57,47 +57,41 @@ if TYPE_CHECKING:
     from dasksc.summaries import normalize as normalize
     from dasksc.summaries import statistics as statistics
     from dasksc.transforms.hooks import adata_to_mindex as adata_to_mindex
-    from dasksc.transforms.hooks import bionemo_to_tensor as bionemo_to_tensor
     from dasksc.transforms.hooks import fetch_transform_adata as fetch_transform_adata
     from dasksc.transforms.hooks import hf_tahoe_to_tensor as hf_tahoe_to_tensor
 
-# Module of each public name. Names are imported on first use, so that planning and reading do not require torch.
-_MODULE_OF = {
-    "AnnDataView": "dasksc.atlas.view",
-    "Batch": "dasksc.batches.batch",
-    "BlockShuffling": "dasksc.plan.strategies",
-    "BlockWeightedSampling": "dasksc.plan.strategies",
-    "CellSets": "dasksc.plan.cell_sets",
-    "ClassBalancedSampling": "dasksc.plan.strategies",
-    "EpochPlan": "dasksc.plan.epoch_plan",
-    "GeneMatch": "dasksc.loader.genes",
-    "Modalities": "dasksc.atlas.modalities",
-    "MultiIndexable": "dasksc.multiindexable",
-    "SamplingStrategy": "dasksc.plan.strategies",
-    "Streaming": "dasksc.plan.strategies",
-    "Statistics": "dasksc.summaries",
-    "World": "dasksc.plan.ranks",
-    "adata_to_mindex": "dasksc.transforms.hooks",
-    "bionemo_to_tensor": "dasksc.transforms.hooks",
-    "check": "dasksc.inspection.checking",
-    "convert": "dasksc.conversion",
-    "describe": "dasksc.inspection.describing",
-    "diversity": "dasksc.inspection.checking",
-    "fetch_transform_adata": "dasksc.transforms.hooks",
-    "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
-    "highly_variable_genes": "dasksc.summaries",
-    "index": "dasksc.atlas.catalog",
-    "leaks": "dasksc.atlas.splitting",
-    "normalize": "dasksc.summaries",
-    "open": "dasksc.atlas.opening",
-    "predict": "dasksc.inference",
-    "row_local": "dasksc.pushdown",
-    "rows_where": "dasksc.atlas.filtering",
-    "scDataset": "dasksc.loader",
-    "split": "dasksc.atlas.splitting",
-    "statistics": "dasksc.summaries",
-    "suggest_parameters": "dasksc.inspection.suggestions",
+# Public names by module. They are imported on first use, so that planning and reading do not require torch.
+_NAMES = {
+    "atlas.catalog": ["index"],
+    "atlas.filtering": ["rows_where"],
+    "atlas.modalities": ["Modalities"],
+    "atlas.opening": ["open"],
+    "atlas.splitting": ["leaks", "split"],
+    "atlas.view": ["AnnDataView"],
+    "batches.batch": ["Batch"],
+    "conversion": ["convert"],
+    "inference": ["predict"],
+    "inspection.checking": ["check", "diversity"],
+    "inspection.describing": ["describe"],
+    "inspection.suggestions": ["suggest_parameters"],
+    "loader": ["scDataset"],
+    "loader.genes": ["GeneMatch"],
+    "multiindexable": ["MultiIndexable"],
+    "plan.cell_sets": ["CellSets"],
+    "plan.epoch_plan": ["EpochPlan"],
+    "plan.ranks": ["World"],
+    "plan.strategies": [
+        "BlockShuffling",
+        "BlockWeightedSampling",
+        "ClassBalancedSampling",
+        "SamplingStrategy",
+        "Streaming",
+    ],
+    "pushdown": ["row_local"],
+    "summaries": ["Statistics", "highly_variable_genes", "normalize", "statistics"],
+    "transforms.hooks": ["adata_to_mindex", "fetch_transform_adata", "hf_tahoe_to_tensor"],
 }
+_MODULE_OF = {name: f"dasksc.{module}" for module, names in _NAMES.items() for name in names}
 _MODULES = ("dashboard", "datasets", "experimental", "integrations", "readers", "tokens", "train", "transforms")
 
 __all__ = sorted([*_MODULE_OF, *errors.__all__, "datasets", "experimental", "readers", "tokens", "transforms"])

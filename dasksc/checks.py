@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from dasksc.errors import InputError, WrongTypeError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
 # Number of names that an error lists, and number of examples.
 N_KNOWN = 20
@@ -45,7 +45,7 @@ def check_flags(**flags: Any) -> None:
 
 def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise an error unless `value` is one of the `allowed` names."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise InputError(f"{name} must be {' or '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -62,9 +62,10 @@ def names_or_none(name: str, value: Any) -> list[str]:
         return []
     if isinstance(value, str):
         return [value]
-    names: list[Any] = list(value) if isinstance(value, Iterable) else [None]
+    # Sets are refused, since their order differs between processes.
+    names: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, Mapping | Set) else [None]
     if not all(isinstance(one, str) for one in names):
-        raise WrongTypeError(f"{name} must be the name of a column or a list of names; got {value!r}")
+        raise WrongTypeError(f"{name}={value!r} must be a name or a list of names")
     return names
 
 
@@ -94,12 +95,14 @@ def nearest(name: object, known: Iterable[object], *, n: int = 1) -> str:
     if not names:
         return "none are available"
     more = f" and {len(names) - N_KNOWN:,} more" if len(names) > N_KNOWN else ""
-    return f"expected one of {', '.join(sorted(names)[:N_KNOWN])}{more}"
+    return f"expected one of {', '.join(map(repr, sorted(names)[:N_KNOWN]))}{more}"
 
 
-def with_advice(error: str, advice: str) -> str:
-    """Return an error message with advice appended as a separate sentence."""
-    return f"{error}{'' if error.endswith('?') else '.'} {advice}"
+def known(kind: str, name: Any, names: Collection[Any]) -> str:
+    """Return `name` if it is among `names`; otherwise raise an error with similar names."""
+    if name not in names:
+        raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, names, n=3)}")
+    return str(name)
 
 
 def some(names: Iterable[Any]) -> str:

@@ -7,18 +7,10 @@ from typing import Any
 
 import dask.config
 import yaml
-from dask.utils import format_bytes, parse_bytes, parse_timedelta
+from dask.utils import format_bytes as format_bytes
+from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
-
-__all__ = [
-    "as_bytes",
-    "format_bytes",
-    "get",
-    "get_bytes",
-    "get_seconds",
-    "memory_limit",
-]
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
 # Values from the environment, files and `dask.config.set` take precedence.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
+
+import numpy as np
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -19,14 +21,7 @@ _N_SHOWN = 3
 _N_CHARACTERS = 60
 # Libraries whose objects have a shape and a dtype, which are known without computing.
 _ARRAYS = ("numpy", "pandas", "scipy", "torch", "dask")
-_BRACKETS: dict[type, tuple[str, str]] = {
-    dict: ("{", "}"),
-    set: ("{", "}"),
-    frozenset: ("frozenset({", "})"),
-    list: ("[", "]"),
-    tuple: ("(", ")"),
-}
-_PLAIN = (str, int, float, tuple, list)
+_BRACKETS: dict[type, tuple[str, str]] = {dict: ("{", "}"), list: ("[", "]"), tuple: ("(", ")")}
 
 
 def brief(value: Any) -> str:
@@ -35,20 +30,22 @@ def brief(value: Any) -> str:
         return repr(value) if len(value) <= _N_CHARACTERS else repr(value[: _N_CHARACTERS - 3] + "...")
     if value is None or isinstance(value, bool | int | float | complex | slice | range):
         return repr(value)
-    if isinstance(value, type):
-        return value.__qualname__
     if type(value) in _BRACKETS:
         return _collection(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
     if isinstance(value, functools.partial):
         return f"partial({brief(value.func)})"
     if dataclasses.is_dataclass(value):
         return constructor(value)
-    if _package(type(value).__repr__) == "dasksc":
-        return _line(repr(value))
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    if _package(type(value)) in _ARRAYS:
-        return _library_object(value)
+    if isinstance(value, np.generic | np.dtype):
+        return str(value)
+    package = _package(type(value))
+    if package in _ARRAYS and (shape := getattr(value, "shape", None)) is not None:
+        return f"{type(value).__name__}(shape={tuple(shape)}, dtype={getattr(value, 'dtype', None)})"
+    if package in _ARRAYS or _package(type(value).__repr__) == "dasksc":
+        line = " ".join(repr(value).split())
+        return line if len(line) <= 2 * _N_CHARACTERS else line[: 2 * _N_CHARACTERS - 3] + "..."
     return f"{type(value).__name__}(...)"
 
 
@@ -107,45 +104,22 @@ def first_of(names: Sequence[object], n: int = 3) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    if not isinstance(value, _PLAIN) or not isinstance(default, _PLAIN):
-        return False
-    if isinstance(value, float) and isinstance(default, float) and math.isnan(value):
-        return math.isnan(default)
-    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
-        return len(value) == len(default) == 0  # elements may be arrays, which have no single truth value
-    return bool(value == default)
+    if isinstance(value, list | tuple):  # elements may be arrays, which have no single truth value
+        return isinstance(default, list | tuple) and len(value) == len(default) == 0
+    return value is default or (isinstance(value, str | int | float) and bool(value == default))
 
 
 def _collection(value: Any) -> str:
+    n = len(value) if len(value) <= _N_SHOWN + 1 else _N_SHOWN
+    if isinstance(value, dict):
+        texts = [f"{brief(key)}: {brief(one)}" for key, one in islice(value.items(), n)]
+    else:
+        texts = list(map(brief, value[:n]))
+    if n < len(value):
+        texts.append(f"... {len(value):,} in all")
     first, last = _BRACKETS[type(value)]
-    if not value:
-        return f"{type(value).__name__}()" if isinstance(value, set | frozenset) else f"{first}{last}"
-    items: Sequence[Any] = list(value.items() if isinstance(value, dict) else value)
-    displayed = items if len(items) <= _N_SHOWN + 1 else items[:_N_SHOWN]
-    texts = [f"{brief(one[0])}: {brief(one[1])}" if isinstance(value, dict) else brief(one) for one in displayed]
-    if len(displayed) < len(items):
-        texts.append(f"... {len(items):,} in all")
-    comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
-    return f"{first}{', '.join(texts)}{comma}{last}"
-
-
-def _library_object(value: Any) -> str:
-    if type(value).__name__.lower().endswith("dtype"):
-        return str(value)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is None:
-        return _line(repr(value))
-    if shape == () and hasattr(value, "item") and _package(type(value)) == "numpy":
-        return brief(value.item())
-    return f"{type(value).__name__}(shape={tuple(shape)}, dtype={dtype})"
+    return f"{first}{', '.join(texts)}{',' if type(value) is tuple and len(value) == 1 else ''}{last}"
 
 
 def _package(thing: Any) -> str:
     return str(getattr(thing, "__module__", None) or "").partition(".")[0]
-
-
-def _line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 2 * _N_CHARACTERS else line[: 2 * _N_CHARACTERS - 3] + "..."

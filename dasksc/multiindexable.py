@@ -6,6 +6,7 @@ applies to every member. `count_rows` and `take_rows` define the rows of each su
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,11 +97,12 @@ class MultiIndexable:
         if names is not None and (len(names) != len(indexables) or len(set(names)) != len(names)):
             raise InputError(f"{len(indexables)} members require {len(indexables)} different names; got {list(names)}")
 
-        self._names = None if names is None else list(names)
-        self._indexables = list(indexables)
+        keys = range(len(indexables)) if names is None else names
+        self._is_named = names is not None
+        self._members: dict[Any, Any] = dict(zip(keys, indexables, strict=True))
         self._unstructured = dict(unstructured or {})
         lengths = {}
-        for name, member in self.items():
+        for name, member in self._members.items():
             try:
                 lengths[name] = count_rows(member)
             except TypeError as error:
@@ -110,19 +112,19 @@ class MultiIndexable:
 
     def _changed(self, change: Callable[[Any], Any]) -> MultiIndexable:
         new = object.__new__(type(self))
-        new._names, new._unstructured = self._names, dict(self._unstructured)
-        new._indexables = [change(member) for member in self._indexables]
+        new._is_named, new._unstructured = self._is_named, dict(self._unstructured)
+        new._members = {name: change(member) for name, member in self._members.items()}
         return new
 
     @property
     def names(self) -> list[str] | None:
         """Names of the members, or None."""
-        return None if self._names is None else list(self._names)
+        return list(self._members) if self._is_named else None
 
     @property
     def count(self) -> int:
         """Number of members."""
-        return len(self._indexables)
+        return len(self._members)
 
     @property
     def unstructured(self) -> dict[str, Any]:
@@ -135,41 +137,41 @@ class MultiIndexable:
         return list(self._unstructured)
 
     def __len__(self) -> int:
-        return count_rows(self._indexables[0])
+        return count_rows(next(iter(self)))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._indexables)
+        return iter(self._members.values())
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            if key not in (self._names or ()):
+            if key not in self._members:
                 raise MissingKeyError(f"there is no member {key!r}; the members are {self.keys()}")
-            return self._indexables[self.keys().index(key)]
+            return self._members[key]
         if isinstance(key, (int, np.integer)):
             if not -self.count <= key < self.count:
                 raise IndexError(
                     f"member {key} is out of range; the number of members is {self.count}. To select rows, give a "
                     "slice or an array"
                 )
-            return self._indexables[key]
+            return self.values()[key]
         return self._changed(lambda member: take_rows(member, key))
 
     def __repr__(self) -> str:
-        members = f"count={self.count}" if self._names is None else f"names={self._names}"
+        members = f"names={self.names}" if self._is_named else f"count={self.count}"
         note = f", unstructured_keys={self.unstructured_keys}" if self._unstructured else ""
         return f"{type(self).__name__}({members}, samples={len(self)}{note})"
 
     def keys(self) -> list[Any]:
         """Return the names of the members, or their positions if they have no names."""
-        return list(range(self.count)) if self._names is None else list(self._names)
+        return list(self._members)
 
     def values(self) -> list[Any]:
         """Return the members."""
-        return list(self._indexables)
+        return list(self)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Iterate over pairs of name (or position) and member."""
-        return iter(zip(self.keys(), self._indexables, strict=True))
+        return iter(self._members.items())
 
     def to(self, device: Any, *, non_blocking: bool = False) -> MultiIndexable:
         """Return the same rows with tensors on `device`.
@@ -190,33 +192,21 @@ class MultiIndexable:
             objects as before. Categoricals are not converted either: AnnData renumbers the categories of every
             selection, so their codes differ between batches and cannot serve as labels.
         """
-
-        def move(member: Any) -> Any:
-            member = _tensor_if_numeric(member)
-            return member.to(device, non_blocking=non_blocking) if hasattr(member, "to") else member
-
-        return self._changed(move)
+        return self._changed(lambda member: _called(member, "to", device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MultiIndexable:
         """Return the same rows with tensors in pinned memory; see `to` for the conversion of members."""
-
-        def pin(member: Any) -> Any:
-            member = _tensor_if_numeric(member)
-            return member.pin_memory() if hasattr(member, "pin_memory") else member
-
-        return self._changed(pin)
+        return self._changed(lambda member: _called(member, "pin_memory"))
 
 
-def _tensor_if_numeric(member: Any) -> Any:
-    """Convert a NumPy array to a tensor if torch supports its data type; return other objects unchanged."""
-    if not isinstance(member, np.ndarray) or member.dtype.kind not in "biufc":
-        return member
-    import torch
+def _called(member: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a member that has it; a numeric array becomes a tensor first, if torch has its data type."""
+    if isinstance(member, np.ndarray) and member.dtype.kind in "biufc":
+        import torch
 
-    if not (member.flags.writeable and member.dtype.isnative and all(s >= 0 for s in member.strides)):
-        # torch warns about a read-only array, and rejects other byte orders and negative strides.
-        member = member.astype(member.dtype.newbyteorder("="), order="C")
-    try:
-        return torch.from_numpy(member)
-    except TypeError:  # such as long double
-        return member
+        if not (member.flags.writeable and member.dtype.isnative and all(s >= 0 for s in member.strides)):
+            # torch warns about a read-only array, and rejects other byte orders and negative strides.
+            member = member.astype(member.dtype.newbyteorder("="), order="C")
+        with contextlib.suppress(TypeError):  # such as long double
+            member = torch.from_numpy(member)
+    return getattr(member, method)(*args, **kwargs) if hasattr(member, method) else member

@@ -11,7 +11,7 @@ import anndata
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.checks import nearest
+from dasksc.checks import known
 from dasksc.errors import CorruptDataError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.readers.arrays import Lazy
@@ -55,12 +55,10 @@ class Elements:
 
     @property
     def n_obs(self) -> int:
-        """Number of cells."""
         return len(self.obs)
 
     @property
     def n_vars(self) -> int:
-        """Number of genes."""
         return len(self.var)
 
     def to_anndata(self) -> AnnData:
@@ -121,13 +119,12 @@ def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
     if of is not None and all(one is None for one in held):
         kind = f"columns in {kind}" if kind in ("obs", "var") else kind
         raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out the argument that names {name!r}")
-    raise MissingKeyError(f"{kind}{f' of {path}' if path else ''} has no {name!r}; {nearest(name, held, n=3)}")
+    return known(f"{kind}{f' of {path}' if path else ''}", name, held)
 
 
 def known_columns(
-    wanted: Sequence[str], known: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
+    wanted: Sequence[str], held: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
 ) -> list[str]:
     """Return the distinct `wanted` columns of obs; missing ones raise an error, unless `may_lack` is True."""
-    known = list(known)
-    wanted = [name for name in dict.fromkeys(wanted) if name in known or not may_lack]
-    return [require_key("obs", name, known, of=where) for name in wanted]
+    held = list(held)
+    return [require_key("obs", name, held, of=where) for name in dict.fromkeys(wanted) if name in held or not may_lack]

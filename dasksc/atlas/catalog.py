@@ -11,9 +11,9 @@ import pandas as pd
 import zarr
 from anndata.io import write_elem
 
-from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.assemble import matrix_behind
 from dasksc.atlas.opening import open as open_atlas
+from dasksc.atlas.stored import layers_of
 from dasksc.displays import with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix

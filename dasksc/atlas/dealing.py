@@ -15,8 +15,8 @@ from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import split as kernels
 from dasksc.plan.arrays import EMPTY_INTS
-from dasksc.plan.groups import combined_codes
 from dasksc.plan.labels import CodedColumn
+from dasksc.plan.sets import combined_codes
 
 _Int64s = NDArray[np.int64]
 _Int32s = NDArray[np.int32]
@@ -97,7 +97,14 @@ def deal_groups(
     unlabelled: int,
 ) -> NDArray[np.int8]:
     """Return the part of each row, the same for all rows of a group; with `count_once`, groups count, not rows."""
-    counts = _counted(groups, classes, n_classes)
+    n_groups = int(groups.max(initial=-1)) + 1
+    if n_groups * n_classes > _MAX_COUNTS:
+        raise InputError(
+            f"a table of {n_groups:,} groups x {n_classes:,} classes has more than {_MAX_COUNTS:,} entries. Use a "
+            "column with fewer classes for stratify="
+        )
+    counts = np.zeros((n_groups, n_classes), dtype=np.int64)
+    kernels.count_pairs(groups, classes, counts)
     occurring = np.flatnonzero(counts.any(axis=1))
     if len(occurring) < len(shares):
         raise InputError(
@@ -120,19 +127,6 @@ def deal_groups(
         if distance < best:
             best, parts = distance, found
     return taken(parts, groups)
-
-
-def _counted(groups: _Int32s, classes: _Int32s, n_classes: int) -> _Int64s:
-    """Count the rows of each group and class, shape (n_groups, n_classes)."""
-    n_groups = int(groups.max(initial=-1)) + 1
-    if n_groups * n_classes > _MAX_COUNTS:
-        raise InputError(
-            f"a table of {n_groups:,} groups x {n_classes:,} classes has more than {_MAX_COUNTS:,} entries. Use a "
-            "column with fewer classes for stratify="
-        )
-    counts = np.zeros((n_groups, n_classes), dtype=np.int64)
-    kernels.count_pairs(groups, classes, counts)
-    return counts
 
 
 def _shuffled(n: int, key: np.uint64) -> _Int64s:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of
-from dasksc.checks import with_advice
 from dasksc.errors import MissingKeyError
 from dasksc.readers.options import Openable, OpenOptions
 
@@ -29,11 +28,10 @@ def explaining_control(control: Any) -> Iterator[None]:
         # label has no comparison or call.
         if not isinstance(control, str) or re.search(r"[=<>([]", control):
             raise
-        advice = (
-            f"control={control!r} is read as an expression over obs; if it is a label, give its column, too: "
-            f"control={{'gene': {control!r}}}"
-        )
-        raise MissingKeyError(with_advice(str(error), advice)) from None
+        raise MissingKeyError(
+            f"{error} (control={control!r} is read as an expression over obs; if it is a label, give its column, too: "
+            f"control={{'gene': {control!r}}})"
+        ) from None
 
 
 def rows_where(

@@ -16,13 +16,11 @@ import dask.array as da
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
-from dasksc.atlas.file_tables import describe_rows, selected_files
-from dasksc.atlas.inputs import atlas_inputs, quoted
-from dasksc.atlas.stored import Extent, open_elements, remote_files
+from dasksc.atlas.inputs import atlas_inputs, describe_rows, quoted, selected_files
+from dasksc.atlas.stored import Extent, open_anndata, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
@@ -204,21 +202,9 @@ def open(
         genomes=names_given("genome", genome),
         reader_options=reader_options or {},
     )
-    elements = elements_of(
-        data,
-        obs,
-        options,
-        table=table,
-        attach=attach,
-        raw=raw,
-        join=join,
-        label=label,
-        keys=keys,
-        index_unique=index_unique,
-        merge=merge,
-        fill_value=fill_value,
-        on_error=on_error,
-    )
+    joining: Any = {"join": join, "label": label, "keys": keys, "index_unique": index_unique, "merge": merge}
+    joining |= {"fill_value": fill_value, "on_error": on_error, "table": table}
+    elements = elements_of(data, obs, options, attach=attach, raw=raw, **joining)
     with naming_errors(quoted(data)):
         return elements.to_anndata()
 
@@ -255,17 +241,9 @@ def elements_of(
     if parts == []:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if parts is not None and (len(parts) > 1 or not isinstance(data, str | os.PathLike)):
-        found = _open_several(
-            parts,
-            obs,
-            options,
-            extent="all" if extent == "all" or merge is not None else "joined",
-            table=table,
-            raw=raw,
-            join=join,
-            on_error=on_error,
-            **joining,
-        )
+        extent = "all" if extent == "all" or merge is not None else "joined"
+        joining |= {"table": table, "raw": raw, "join": join, "on_error": on_error}
+        found = _open_several(parts, obs, options, extent=extent, **joining)
     else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         one = data if parts is None else parts[0][1]

@@ -17,10 +17,10 @@ from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, t
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.modalities import Modalities
-from dasksc.checks import whole_number
+from dasksc.checks import names_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn, encode_labels, listed
 from dasksc.readers.options import Openable
@@ -155,8 +155,8 @@ def split(
     names, shares = _fractions(fractions, _NAMES)
     if by is not None and (groups is not None or not isinstance(by, str)):
         raise InputError(f"by={by!r} must be the name of one column, without groups=; for several columns give groups=")
-    whole = _columns("groups", groups if by is None else by)
-    strata = _columns("stratify", stratify)
+    whole = names_or_none("groups", groups if by is None else by)
+    strata = names_or_none("stratify", stratify)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
     candidates = _candidates(indices, len(obs))
     classes, table, counts = combined([_classes(_column(obs, name, candidates)) for name in strata], candidates.n)
@@ -225,7 +225,7 @@ def leaks(
         raise InputError(f"parts={parts!r:.100} must be a dict of at least two parts, such as that of dasksc.split")
     if isinstance(by, str):
         raise InputError(f"by={by!r} is a string; give a list of columns: by=[{by!r}]")
-    compared = [_columns("by", one) for one in by]
+    compared = [names_or_none("by", one) for one in by]
     obs = obs_of(data, list(dict.fromkeys(name for one in compared for name in one)))
     chosen = {name: Candidates.of(rows, len(obs)) for name, rows in parts.items()}
     rows_of = {name: one.rows(np.arange(one.n, dtype=np.int64)) for name, one in chosen.items()}
@@ -259,7 +259,7 @@ def _split_conditions(
     data: Any, conditions: Any, hold_out: Any, few_shot: Any, control: Any, fractions: Any, indices: Any, seed: int
 ) -> SplitRows:
     """Assign held-out conditions to ``test``, others by `fractions`, and control cells to the first part."""
-    columns = list(dict.fromkeys(_columns("conditions", conditions)))
+    columns = list(dict.fromkeys(names_or_none("conditions", conditions)))
     if not columns:
         raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
     chosen = _held_out(hold_out, columns)
@@ -376,15 +376,14 @@ def _seen(
 
 def _control_columns(control: Any) -> list[str]:
     """Return the columns that determine control rows."""
-    if control is None:
-        return []
     if isinstance(control, str):
         return columns_of(control)
-    if isinstance(control, Mapping) and control and all(isinstance(name, str) for name in control):
-        return list(control)
-    raise InputError(
-        f"control={control!r} must be values by column, such as {{'gene': 'non-targeting'}}, or an expression over obs"
-    )
+    if not (control is None or (isinstance(control, Mapping) and control)):
+        raise InputError(
+            f"control={control!r} must be values by column, such as {{'gene': 'non-targeting'}}, or an expression over "
+            "obs"
+        )
+    return names_or_none("control", None if control is None else list(control))
 
 
 def _is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
@@ -413,16 +412,6 @@ def _fractions(fractions: Any, names_of: _Names) -> tuple[list[str], NDArray[np.
             f"them, such as (0.8, 0.1, 0.1), or 2 to {_MAX_PARTS} by name, such as {{'train': 0.9, 'validation': 0.1}}"
         )
     return names, shares / shares.sum()
-
-
-def _columns(option: str, names: Any) -> list[str]:
-    """Return the column or columns given for an option as a list."""
-    # Sets are refused, since their order differs between processes.
-    is_several = isinstance(names, Sequence | np.ndarray | pd.Index) and not isinstance(names, str)
-    columns = list(names) if is_several else [] if names is None else [names]
-    if not all(isinstance(name, str) for name in columns):
-        raise InputError(f"{option}={names!r} must be the name of a column of obs, or a list of names")
-    return columns
 
 
 def _candidates(indices: Any, n_obs: int) -> Candidates:

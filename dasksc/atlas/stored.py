@@ -1,19 +1,25 @@
-"""Atlases at paths: the elements that a reader's store holds."""
+"""Elements of an atlas at a path, which a reader's store holds, or of an AnnData: in memory, backed, or lazy."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import dask.array as da
+import numpy as np
 import pandas as pd
+from anndata import AnnData
 
+from dasksc._compat.anndata import selected_rows_and_columns
 from dasksc.atlas.assemble import Elements, known_columns
 from dasksc.errors import InputError, StorageError
-from dasksc.readers.arrays import lazily
+from dasksc.pushdown import to_dask
+from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
-from dasksc.readers.locations import where_of
+from dasksc.readers.locations import naming_errors, where_of
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened, reader_of
 from dasksc.readers.survey import surveyed
@@ -173,6 +179,11 @@ def _obs(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, o
     table = store.table("obs", wanted)
     if wanted is not None and list(table.columns) != wanted:  # avoids a copy of the columns
         table = table[wanted]
+    return _indexed(table, options)
+
+
+def _indexed(table: pd.DataFrame, options: OpenOptions) -> pd.DataFrame:
+    """Return a table of cells whose index has their names, if they are wanted, and no names otherwise."""
     if not options.has_names:
         table.index = pd.RangeIndex(len(table))
     elif isinstance(table.index, pd.RangeIndex):
@@ -187,3 +198,61 @@ def _entries(store: Store, keys: Collection[str], group: str, options: OpenOptio
         for key in keys
         if key.startswith(f"{group}/")
     }
+
+
+def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
+    """Return the elements of an AnnData, with its matrices lazy."""
+    table = _indexed(_in_memory(adata.obs), options)
+    if obs is not None:
+        table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]
+    x, raw = adata.X if not adata.isbacked else None, None
+    if adata.isbacked:
+        path = os.path.abspath(adata.filename)
+        with naming_errors(path):
+            x = _backed_x(adata, options)
+            # The raw of a backed view is skipped, since AnnData creates it without X.
+            if adata.raw is not None and not adata.is_view:
+                key = "raw/X" if "raw/X" in adata.file else "raw.X"
+                x_of_raw = lazily(adata.file[key], key, options)
+                raw = {"X": x_of_raw, "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    elif adata.raw is not None:
+        raw = {"X": lazily(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    return Elements(
+        X=lazily(x, "X", options),
+        obs=table,
+        var=_in_memory(adata.var),
+        uns=dict(adata.uns),
+        layers={name: lazily(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
+        obsm={name: lazily(array, f"obsm/{name}", options) for name, array in adata.obsm.items()},
+        varm=dict(adata.varm),
+        obsp=dict(adata.obsp),
+        varp=dict(adata.varp),
+        raw=raw,
+    )
+
+
+def layers_of(adata: AnnData) -> dict[str, Any]:
+    """Return the layers by name."""
+    # From AnnData 0.13 on, layers[None] is X, which a backed file may lack.
+    return {name: adata.layers[name] for name in adata.layers if name is not None}
+
+
+def _in_memory(table: Any) -> pd.DataFrame:
+    """Return a table as a new DataFrame that shares its columns; a lazy table is read."""
+    return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
+
+
+def _backed_x(adata: AnnData, options: OpenOptions) -> da.Array | Lazy | None:
+    """Return the lazy X of a backed AnnData; for a view, only its rows and columns."""
+    if "X" not in adata.file:
+        return None
+    # A modality of a MuData is a group of the file.
+    stored: Lazy = lazily(adata.file["X"], "X", options)
+    if not adata.is_view:
+        return stored
+    # Select by the indices that AnnData keeps for a view, since names may repeat.
+    array = to_dask(stored.matrix)
+    n_obs, n_vars = array.shape
+    rows, columns = selected_rows_and_columns(adata)
+    selected: da.Array = array[np.arange(n_obs)[rows], :][:, np.arange(n_vars)[columns]]
+    return selected

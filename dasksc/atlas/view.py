@@ -11,9 +11,8 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.assemble import Elements, matrix_behind, require_key
-from dasksc.atlas.stored import path_names
+from dasksc.atlas.stored import layers_of, path_names
 from dasksc.errors import InputError
 from dasksc.pushdown import MatrixRows, gather_block
 from dasksc.readers.arrays import Lazy

@@ -26,9 +26,9 @@ from dasksc.memory.limits import memory_limit
 from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
-from dasksc.plan.groups import combined_codes
+from dasksc.plan.deal import BlockOrder
 from dasksc.plan.labels import CodedColumn
-from dasksc.plan.order import BlockOrder
+from dasksc.plan.sets import combined_codes
 from dasksc.storage import Matrix, is_url, open_matrix
 
 # Minimum number of rows per task, and maximum number of tasks, for reading a matrix in order.

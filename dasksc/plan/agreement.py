@@ -1,12 +1,11 @@
 """Agreement between ranks on seed and epoch.
 
-Ranks exchange records through the key-value store of ``torch.distributed`` or ``jax.distributed``. They
-never use a collective, which would hang whenever one rank reads a batch that the others do not read.
+Ranks exchange records through the key-value store of ``torch.distributed``. They never use a collective, which would
+hang whenever one rank reads a batch that the others do not read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -14,51 +13,22 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from dasksc._compat.torch import default_store
 from dasksc.errors import InputError, RankMismatchError
-from dasksc.plan.process_groups import jax_state, torch_distributed
+from dasksc.plan.process_groups import torch_distributed
 from dasksc.plan.ranks import World
 
 logger = logging.getLogger("dasksc.world")
 
 
-class _JaxStore:
-    """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
-
-    def __init__(self, client: Any, prefix: str) -> None:
-        self._client = client
-        self._prefix = prefix
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it is not set yet, and return its value; `expected` is empty, as torch needs it."""
-        with contextlib.suppress(RuntimeError):  # another process set the key first
-            self._client.key_value_set(f"{self._prefix}/{key}", desired)
-        return self.get(key)
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key that is set."""
-        value: str = self._client.key_value_try_get(f"{self._prefix}/{key}")
-        return value.encode()
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys are set."""
-        try:
-            return all(map(self.get, keys))
-        except RuntimeError:
-            return False
-
-
 def shared_store(prefix: str) -> Any:
     """Return the key-value store shared by the processes of this run, or None; `prefix` is added to all keys."""
     distributed = torch_distributed()
-    if distributed is not None:
-        return distributed.PrefixStore(prefix, default_store(distributed))
-    jax = jax_state()
-    return None if jax is None else _JaxStore(jax.client, prefix)
+    return None if distributed is None else distributed.PrefixStore(prefix, default_store(distributed))
 
 
 # Number of data sets that each rank of each group has created, by store. The run's own store stands under `World`,
@@ -84,7 +54,7 @@ class Agreement:
     @staticmethod
     def is_possible() -> bool:
         """Return True if a shared store exists now."""
-        return torch_distributed() is not None or jax_state() is not None
+        return torch_distributed() is not None
 
     def _under(self, prefix: str) -> Any:
         if self._given_store is None:
@@ -133,7 +103,6 @@ class Agreement:
             )
 
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
-        """Return the settings that differ between `rank` and this rank, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
         its, mine = ([one.get(name, "not set") for name in names] for one in (its_settings, settings))
         texts = [

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
-from dasksc.plan.arrays import array_of
-from dasksc.plan.candidates import Candidates, index_array
+from dasksc.plan.arrays import Candidates, array_of, index_array
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler

@@ -6,25 +6,20 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.checks import names_or_none, true_or_false, whole_number
+from dasksc.checks import check_one_of, names_or_none, true_or_false, whole_number
 from dasksc.displays import brief
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.plan.candidates import Candidates
-from dasksc.plan.controls import matched_controls
-from dasksc.plan.groups import combined_codes, group_rows
-from dasksc.plan.labels import CodedColumn
-from dasksc.plan.sets import SetSampler
-from dasksc.plan.shares import weight_of
+from dasksc.plan.arrays import Candidates
+from dasksc.plan.labels import CodedColumn, weight_of
+from dasksc.plan.sets import SetSampler, combined_codes, group_rows, matched_controls
 from dasksc.plan.strategies import BuiltInStrategy
 
 logger = logging.getLogger("dasksc.plan")
-
-_CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,7 +116,6 @@ class CellSets(BuiltInStrategy):
     unmatched: str = "error"
     control_indices: Any = None
     include_control: bool = False
-    _shuffle_before_yield: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         by = _names("by", self.by)
@@ -136,10 +130,8 @@ class CellSets(BuiltInStrategy):
                 object.__setattr__(self, name, whole_number(name, value))
         for name in ("replace", "include_control"):
             object.__setattr__(self, name, true_or_false(name, getattr(self, name)))
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        check_one_of("incomplete", self.incomplete, ("repeat", "drop"))
+        check_one_of("unmatched", self.unmatched, ("error", "drop"))
         expected = "weights must be 'cells', 'groups' or a dict of weights by group"
         if isinstance(self.weights, str) and self.weights not in ("cells", "groups"):
             raise InputError(f"{expected}; got {self.weights!r}")
@@ -157,7 +149,7 @@ class CellSets(BuiltInStrategy):
             if named:
                 raise InputError(f"to use {', '.join(named)}, also give control=, which selects the control cells")
         elif isinstance(self.control, Mapping):
-            _names("control", self.control)
+            names_or_none("control", list(self.control))
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -259,7 +251,6 @@ class CellSets(BuiltInStrategy):
         return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
 
     def _no_sets_error(self, candidates: Candidates) -> InputError:
-        """Return the error to raise if no group can be drawn."""
         return InputError(
             f"no set can be drawn: of {candidates.n} rows, none is left in a group of {', '.join(self.by)} without "
             f"control cells, unlabelled cells, with unmatched={self.unmatched!r} cells without a control, and with "
@@ -327,7 +318,6 @@ class CellSets(BuiltInStrategy):
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:
-    """Return column names as a tuple."""
     names = tuple(names_or_none(argument, given))
     if len(set(names)) < len(names):
         raise InputError(f"{argument}={list(names)} names a column twice")

@@ -36,12 +36,11 @@ from dasksc.checks import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.deal import ConsumedSegment, Deal, RankSequence, RankSizes
+from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, RankSequence, RankSizes, rotated
 from dasksc.plan.fetches import FetchPlan, ascending
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.label_entropy import Diversity, diversity_of
 from dasksc.plan.labels import encode_labels
-from dasksc.plan.order import BlockOrder, rotated
 from dasksc.plan.samplers import Draw, Sampler
 from dasksc.plan.sets import SetDraw
 from dasksc.plan.stratified import StratifiedSampler
@@ -303,9 +302,10 @@ class EpochPlan:
         if unit > 1:
             stored = (stored[:, None] * unit + np.arange(unit)).ravel()
             order = (order[:, None] * unit + np.arange(unit)).ravel()
-        # Rows that are permuted later may be drawn in any order, and ascending order is the cheapest.
-        rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
-        if np.any(rows[1:] < rows[:-1]):
+        rows = self._draw.rows(stored)
+        if self.sampler.shuffle_rows and unit == 1:
+            rows = np.sort(rows)  # they are permuted by `order`
+        elif np.any(rows[1:] < rows[:-1]):
             # The rows are read in ascending order, and yielded in the order of the draw.
             rows, positions = ascending(rows)
             order = positions[order]

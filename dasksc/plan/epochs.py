@@ -101,7 +101,6 @@ class EpochCounter:
             return int(state["next"])
 
     def set(self, epoch: int) -> None:
-        """Make the next iteration read `epoch`."""
         with self._locked() as state:
             state["next"] = epoch
 

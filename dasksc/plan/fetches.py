@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.displays import constructor
-
 _Int64s = NDArray[np.int64]
 
 
@@ -26,7 +24,7 @@ def ascending(rows: _Int64s) -> tuple[_Int64s, _Int64s]:
     return keys >> n_bits, positions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
     """Rows of one fetch and the order in which they are yielded."""
 
@@ -51,12 +49,8 @@ class FetchPlan:
         beside = None if controls is None else order[n:].reshape(n, -1)
         return cls(number=number, rows=rows, order=order[:n], batch_size=batch_size, groups=groups, controls=beside)
 
-    def __repr__(self) -> str:
-        return constructor(self)
-
     @property
     def n_batches(self) -> int:
-        """Number of batches in the fetch."""
         return -(-len(self.order) // self.batch_size)
 
     def batch(self, i: int) -> _Int64s:

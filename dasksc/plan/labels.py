@@ -1,28 +1,24 @@
-"""Labels as integer codes, and the rows that have a label."""
+"""Labels as integer codes, the rows that have a label, and shares of classes in an epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.checks import similar
+from dasksc.checks import nearest
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
 _MAX_FRACTIONAL_LABELS = 100
-# Maximum number of labels in an error message.
-_N_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +32,6 @@ class CodedColumn:
     @classmethod
     def of(cls, name: str, values: Any, n_obs: int) -> CodedColumn:
         """Encode a column of obs; codes are in ascending order of the labels, or in that of the categories."""
-        import pandas as pd
-
         column = pd.Series(values, name=name)
         coded = cls.in_order(column, "value")
         if not isinstance(column.dtype, pd.CategoricalDtype):
@@ -53,8 +47,6 @@ class CodedColumn:
     def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
         """Encode every distinct value of a column; categories keep their order, unless it is to be that of text."""
         # Codes have the smallest type. The order of text depends neither on that of categories nor on that of rows.
-        import pandas as pd
-
         if isinstance(column.dtype, pd.CategoricalDtype):
             codes, labels = np.asarray(column.array.codes), column.array.categories
         else:
@@ -83,13 +75,9 @@ class CodedColumn:
                     f"{argument} has {label!r} for {self.name!r}; give a label or a list of labels"
                 ) from error
             if code is None:
-                labels = [one.item() if isinstance(one, np.generic) else one for one in self.labels]
-                present = {str(labels[one]): labels[one] for one in np.unique(self.codes).tolist() if one >= 0}
-                near = similar(label, present, n=3)
-                known = ", ".join(repr(present[one]) for one in near or list(present)[:_N_SHOWN])
+                present = [self.labels[one] for one in np.unique(self.codes).tolist() if one >= 0]
                 raise MissingKeyError(
-                    f"{argument}: {self.name!r} has no label {label!r}; "
-                    + (f"did you mean {known}?" if near else f"its labels are {known}")
+                    f"{argument}: {self.name!r} has no label {label!r}; {nearest(label, present, n=3)}"
                 )
             codes.append(code)
         return codes
@@ -139,8 +127,6 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         low, high = int(labels.min()), int(labels.max())
         if low >= -1 and high < _table_end(len(labels)):
             return labels, list(range(high + 1))
-    import pandas as pd
-
     codes, names = _factorized(labels)
     # Items of an index of dates are those of categories of dates, and equal those of datetime.
     names = list(pd.Index(names) if names.dtype.kind in "mM" else names)
@@ -151,8 +137,6 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
 
 def listed(labels: Any) -> list[Any]:
     """Return one label or several as a list, with dates and durations of NumPy as those of pandas."""
-    import pandas as pd
-
     labels = np.atleast_1d(labels) if isinstance(labels, np.ndarray) else labels
     is_several = pd.api.types.is_list_like(labels) and not isinstance(labels, Mapping)
     return [_pandas_label(one) for one in (labels if is_several else [labels])]
@@ -160,8 +144,6 @@ def listed(labels: Any) -> list[Any]:
 
 def _pandas_label(label: Any) -> Any:
     """Return a date or duration of NumPy as that of pandas, as `encode_labels` does; return other labels unchanged."""
-    import pandas as pd
-
     if isinstance(label, np.datetime64):
         return pd.Timestamp(label)
     return pd.Timedelta(label) if isinstance(label, np.timedelta64) else label
@@ -186,8 +168,6 @@ def _table_end(n_labels: int) -> int:
 
 def _factorized(values: Any, *, sort: bool = False) -> tuple[NDArray[Any], Any]:
     """Return the codes and the distinct values of an array or column, in the order of occurrence or of the values."""
-    import pandas as pd
-
     try:
         codes, names = pd.factorize(values, sort=sort)
     except (TypeError, ValueError) as error:
@@ -224,3 +204,70 @@ def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
         return numbers, list(range(int(values.max()) + 1))
     numbers[:-1] = np.where(is_class, np.cumsum(is_class) - 1, -1)
     return numbers, [name for name, is_one in zip(names, is_class, strict=True) if is_one]
+
+
+def weight_of(argument: str, key: Any, weight: Any) -> float:
+    """Return a weight as a float, or raise an error if it cannot be one."""
+    if not isinstance(weight, Real) or not 0 <= float(weight) < np.inf:
+        raise InputError(f"{argument}[{key!r}] must be finite and not negative; got {weight!r}")
+    return float(weight)
+
+
+def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
+    """Return the factor of each class."""
+    factors = np.ones(len(column.labels), dtype=np.float64)
+    if class_weights is None:
+        return factors
+    if not isinstance(class_weights, Mapping):
+        raise WrongTypeError(f"class_weights must be a dict of factors by label; got {class_weights!r}")
+    for code, (label, factor) in zip(
+        column.codes_of("class_weights", class_weights), class_weights.items(), strict=True
+    ):
+        factors[code] = weight_of("class_weights", label, factor)
+    return factors
+
+
+def shares_of(
+    counts: _Int64s, factors: NDArray[np.float64], *, smoothing: float = 0.0, temperature: float | None = None
+) -> NDArray[np.float64]:
+    """Return the probability of each class, shape (n_classes,), summing to 1."""
+    present = counts > 0
+    share = np.zeros(len(counts), dtype=np.float64)
+    if temperature is None:
+        share[present] = (1 - smoothing) / present.sum()
+        share += smoothing * counts / counts.sum()
+    else:
+        # Counts are relative to the most frequent class, because powers of small frequencies could underflow.
+        share[present] = (counts[present] / counts.max()) ** (1 / temperature)
+    share *= factors
+    if not share.sum() > 0:
+        raise InputError("class_weights are 0 for all classes in the data; give at least one a positive weight")
+    share /= share.sum()
+    return share
+
+
+def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
+    """Divide `total` rows among classes by the largest remainder method."""
+    exact = share * total
+    quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
+    short = total - int(quotas.sum())
+    quotas[np.argsort(-(exact - quotas), kind="stable")[:short]] += 1
+    return quotas
+
+
+def max_draws(counts: _Int64s, share: NDArray[np.float64]) -> int:
+    """Return the number of rows that can be drawn with these shares before a class runs out of rows."""
+    wanted = share > 0
+    # The factor corrects rounding errors: a class of 5 rows with a share of 5/29 allows 29 draws in total, not 28.
+    return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
+
+
+def check_quotas(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
+    """Raise an error if more rows of a class are to be drawn than the class has."""
+    over = np.flatnonzero(quotas > counts)
+    if len(over):
+        c = int(over[0])
+        raise InputError(
+            f"total_size={quotas.sum()} needs {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
+            "total_size, or draw with replace=True"
+        )

@@ -22,8 +22,7 @@ def jax_state() -> Any:
     module = sys.modules.get("jax.distributed")
     if module is None or not module.is_initialized():
         return None
-    # The public functions of JAX would initialize its devices, and so wait for all other processes. The ``client`` of
-    # this private state is the key-value store.
+    # The public functions of JAX would initialize its devices, and so wait for all other processes.
     return sys.modules["jax._src.distributed"].global_state
 
 

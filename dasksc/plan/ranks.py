@@ -152,7 +152,6 @@ def _from_libraries() -> Iterator[World]:
 
 
 def _of_group(group: Any) -> World:
-    """Return the world of a process group or device mesh."""
     # The local world size counts all ranks of the run on this machine, since they share its cores.
     distributed = torch_distributed()
     if distributed is None:
@@ -240,7 +239,6 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
 
 
 def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of an srun step on this node."""
     # Slurm writes "2(x3),1" for two tasks on each of three nodes and one on the fourth.
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
     per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 
 _Int64s = NDArray[np.int64]
@@ -24,8 +24,8 @@ _Int64s = NDArray[np.int64]
 class Draw(Protocol):
     """Rows of one epoch, in storage order."""
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """Return the row numbers at `positions`, each in [0, n_rows); with `ascending`, in ascending order."""
+    def rows(self, positions: _Int64s) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows)."""
 
 
 class Sampler:
@@ -56,7 +56,6 @@ class Sampler:
         return False
 
     def draw(self, seed: int, epoch: int) -> Draw:
-        """Return the draw of an epoch."""
         raise NotImplementedError
 
     def digest(self) -> str:
@@ -72,11 +71,10 @@ class AllRows:
     skip_from: int = 0
     n_skipped: int = 0
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+    def rows(self, positions: _Int64s) -> _Int64s:
         if self.n_skipped:
             positions = positions + self.n_skipped * (positions >= self.skip_from)
-        rows = self.candidates.rows(positions)
-        return np.sort(rows) if ascending else rows
+        return self.candidates.rows(positions)
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,8 @@ class ChosenRows:
     candidates: Candidates
     chosen: NDArray[Any]
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
-        return np.sort(rows) if ascending else rows
+    def rows(self, positions: _Int64s) -> _Int64s:
+        return self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True)
@@ -137,13 +134,6 @@ class QuotaSampler(Sampler):
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
         out = np.empty(self.n_rows, dtype=np.int64)
-        draw_kernels.select_quotas(
-            self.candidates.n,
-            self.codes,
-            self.lookup,
-            self.quotas.copy(),
-            self.counts.copy(),
-            epoch_keys(seed, epoch, Purpose.DRAW)[0],
-            out,
-        )
+        source = self.candidates.n, self.codes, self.lookup, self.quotas.copy(), self.counts.copy()
+        draw_kernels.select_quotas(*source, epoch_keys(seed, epoch, Purpose.DRAW)[0], out)
         return ChosenRows(self.candidates, out)

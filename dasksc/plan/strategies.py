@@ -21,13 +21,19 @@ from dasksc.displays import brief, constructor
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
-from dasksc.plan.candidates import Candidates, index_array
+from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, array_of, index_array
+from dasksc.plan.deal import BlockOrder
 from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.labels import CodedColumn, encode_labels
-from dasksc.plan.order import BlockOrder
+from dasksc.plan.labels import (
+    CodedColumn,
+    check_quotas,
+    encode_labels,
+    factors_of,
+    largest_remainders,
+    max_draws,
+    shares_of,
+)
 from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler
-from dasksc.plan.shares import check_quotas, factors_of, largest_remainders, max_draws, shares_of
 from dasksc.plan.stratified import StratifiedSampler
 from dasksc.plan.weighted import WeightedSampler, Weights
 
@@ -165,15 +171,14 @@ class BuiltInStrategy(SamplingStrategy):
 
 
 def _bind_collection(strategy: BuiltInStrategy, collection: Any) -> Sampler:
-    return strategy.bind(len(collection), lambda key: _obs_column(collection, key))
+    def labels_of(key: str) -> Any:
+        obs = getattr(collection, "obs", None)
+        if obs is None or key not in obs:
+            held = "no obs" if obs is None else f"the columns {list(obs)}"
+            raise MissingKeyError(f"{key!r} names a column of obs, but the {type(collection).__name__} has {held}")
+        return obs[key]
 
-
-def _obs_column(collection: Any, key: str) -> Any:
-    obs = getattr(collection, "obs", None)
-    if obs is None or key not in obs:
-        held = "no obs" if obs is None else f"the columns {list(obs)}"
-        raise MissingKeyError(f"{key!r} names a column of obs, but the {type(collection).__name__} has {held}")
-    return obs[key]
+    return strategy.bind(len(collection), labels_of)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -202,10 +207,6 @@ class Streaming(BuiltInStrategy):
 
     def __post_init__(self) -> None:
         check_flags(shuffle=self.shuffle)
-
-    @property
-    def _shuffle_before_yield(self) -> bool:  # type: ignore[override]
-        return self.shuffle
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
         """See `BuiltInStrategy.bind`."""
@@ -238,7 +239,6 @@ class BlockShuffling(BuiltInStrategy):
     block_size: int = 8
     indices: Any = None
     drop_last: bool = False
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -307,7 +307,6 @@ class BlockWeightedSampling(BuiltInStrategy):
     total_size: int | None = None
     replace: bool = True
     sampling_size: int | None = None
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_rounds(self)
@@ -407,7 +406,6 @@ class ClassBalancedSampling(BuiltInStrategy):
     class_weights: Mapping[Any, float] | None = field(default=None)
     temperature: float | None = None
     per_batch: bool = False
-    _shuffle_before_yield: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_rounds(self)

@@ -14,10 +14,10 @@ from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.labels import check_quotas, largest_remainders, max_draws
 from dasksc.plan.samplers import Sampler
-from dasksc.plan.shares import check_quotas, largest_remainders, max_draws
 
 _Int64s = NDArray[np.int64]
 
@@ -41,7 +41,7 @@ class StratifiedRows:
     # shape (4,), uint64.
     keys: NDArray[np.uint64]
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+    def rows(self, positions: _Int64s) -> _Int64s:
         sampler = self.sampler
         n_units = sampler.n_rows // sampler.unit
         circle = _stride(n_units), int(permute.below(self.keys[3], 0, n_units))
@@ -51,8 +51,7 @@ class StratifiedRows:
         source = sampler.quotas, sampler.starts, sampler.members, sampler.run_rows
         kernels.stratified_rows(groups, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
         out = drawn[group_index, units % _GROUP_UNITS, within]
-        rows = sampler.candidates.rows(out)
-        return np.sort(rows) if ascending else rows
+        return sampler.candidates.rows(out)
 
 
 def _stride(n_units: int) -> int:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, read_only
-from dasksc.plan.candidates import Candidates
+from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, read_only
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, Draw, Sampler
 
@@ -69,18 +68,15 @@ class WeightedRows:
         draw_kernels.split_draws(self.n_draws, self.tree, levels, self.key, starts)
         return starts
 
-    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+    def rows(self, positions: _Int64s) -> _Int64s:
         out = np.empty(len(positions), dtype=np.int64)
         levels = (len(self.tree).bit_length() - 2, _SEGMENT_LEVELS)
         source = (self.candidates.n, *self.weights.arrays)
         if self.in_order:
-            positions = np.sort(positions) if ascending else positions
             draw_kernels.drawn_in_order(positions, self._starts, self.tree, *levels, *source, self.key, out)
         else:
             shares = np.empty(len(positions), dtype=np.float64)
             draw_kernels.uniforms(positions, self.key, shares)
-            if ascending:
-                shares.sort()
             draw_kernels.drawn_singly(shares, self.tree, *levels, *source, out)
         return self.candidates.rows(out)
 
@@ -122,7 +118,6 @@ class WeightedSampler(Sampler):
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights."""
         return float(self._tree[1])
 
     def require_drawable(self) -> None:

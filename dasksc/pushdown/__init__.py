@@ -12,7 +12,6 @@ import logging
 
 import dask.array as da
 import numpy as np
-from dask.utils import format_bytes
 
 from dasksc.errors import InputError
 from dasksc.pushdown.compiler import NotRowLocalError
@@ -58,27 +57,14 @@ def matrix_of(array: da.Array) -> Matrix:
         matrix = DaskMatrix(array)
         if array.name not in _warned:
             _warned.add(array.name)
-            _warn_of_cost(matrix, str(reason))
+            logger.warning(
+                "%s cannot be computed row by row: %s. Every fetch computes the row chunks (%d, of up to %d rows) that "
+                "contain any of its rows, and everything that these chunks are computed from. Use fewer rows per chunk "
+                "or a larger block_size, or write the array to a file and open that file. Compute values that all "
+                "chunks use yourself: m = X.mean(axis=0).compute(), then X - m",
+                *(matrix.label, reason, len(array.chunks[0]), max(array.chunks[0], default=0)),
+            )
         return matrix
 
 
 _warned: set[str] = set()
-
-
-def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
-    array = matrix.array
-    row_chunks = array.chunks[0]
-    chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
-    logger.warning(
-        "%s cannot be computed row by row: %s. As the array is now, every fetch computes all row chunks that contain "
-        "any of the fetched rows, and everything that these chunks are computed from (the array has %d chunks, of up "
-        "to %d rows, about %s each if dense). If the rows are scattered, every fetch computes the whole array. Use "
-        "fewer rows per chunk or a larger block_size, or write the array to a file and open that file. Compute values "
-        "that all chunks use yourself, so that the other steps can be computed row by row: "
-        "m = X.mean(axis=0).compute(), then X - m",
-        matrix.label,
-        reason,
-        len(row_chunks),
-        max(row_chunks, default=0),
-        format_bytes(chunk_bytes),
-    )

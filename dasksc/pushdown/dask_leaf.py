@@ -13,7 +13,6 @@ from dask.base import normalize_token, tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.errors import InputError
 from dasksc.pushdown.reductions import add_reductions
 from dasksc.storage import Columns, Matrix, RowBuffer
 from dasksc.storage.arrays import memory_dtype
@@ -27,8 +26,6 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     n_obs, n_vars = matrix.shape
     if chunk_rows is None:
         chunk_rows = chunk_rows_for(matrix)
-    if chunk_rows < 1:
-        raise InputError(f"chunk_rows={chunk_rows} must be at least 1")
     row_chunks = tuple(min(chunk_rows, n_obs - start) for start in range(0, n_obs, chunk_rows)) or (0,)
     rows = MatrixRows(matrix=matrix)
     token = tokenize(rows if token is None else token, row_chunks)
@@ -133,9 +130,6 @@ def chunk_rows_for(*matrices: Matrix) -> int:
 
 def _short(label: str) -> str:
     """Return the readable part of a key: ``atlas.h5ad:layers.counts`` for ``/data/atlas.h5ad:/layers/counts``."""
-    path, colon, key = label.rpartition(":")
-    if not colon:
-        path, key = "", label
-    name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    key = key.strip("/").replace("/", ".").replace(" ", "_")
-    return f"{name}:{key}" if name else key
+    path, _, key = label.rpartition(":")
+    name = path.rstrip("/").rpartition("/")[2]
+    return ":".join(filter(None, [name, key.strip("/").replace("/", ".").replace(" ", "_")]))

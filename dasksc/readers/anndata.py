@@ -14,13 +14,20 @@ import zarr
 from anndata.io import read_elem
 
 from dasksc.errors import StorageError
-from dasksc.readers import legacy
 from dasksc.readers.arrays import is_lazy_matrix
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import names_in_pieces, stored_names, stored_names_type
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.sizes import ReadSizes
-from dasksc.readers.tables import column_order, parts_of_table, read_table
+from dasksc.readers.tables import (
+    column_order,
+    decode_old_categories,
+    entry_of_records,
+    is_record_array,
+    parts_of_table,
+    read_table,
+    table_of_records,
+)
 from dasksc.storage import Matrix, RemoteLocation, open_matrix
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.opening import matrix_in
@@ -62,7 +69,6 @@ class AnnDataStore(Store):
         return found
 
     def columns(self, name: str) -> list[str]:
-        """Return the columns of a table."""
         return column_order(self._stored(name))
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
@@ -72,9 +78,9 @@ class AnnDataStore(Store):
     def _table(self, name: str, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
         stored = self._stored(name)
         self._sizes.check(name, parts_of_table(stored, columns, has_names=has_names))
-        if legacy.is_record_array(stored):
+        if is_record_array(stored):
             tables, _ = self._old
-            table = tables[name] if name in tables else legacy.table_of_records(stored)
+            table = tables[name] if name in tables else table_of_records(stored)
             return table.copy(deep=False)
         return read_table(stored, columns, self._path, has_names=has_names, mmap=self._options.mmap)
 
@@ -86,11 +92,10 @@ class AnnDataStore(Store):
         return self._open(stored)
 
     def value(self, key: str) -> Any:
-        """Read an element."""
         if key != "uns":
             return self._read(key, self._stored(key))
         self._sizes.check(key, [self._root["uns"]])
-        return self._old[1] if legacy.is_record_array(self._root["obs"]) else self._uns()
+        return self._old[1] if is_record_array(self._root["obs"]) else self._uns()
 
     def names(self) -> Iterator[Sequence[str]]:
         """Read the names of the cells in pieces, if their encoding allows it."""
@@ -106,7 +111,6 @@ class AnnDataStore(Store):
         return found
 
     def description(self) -> Iterator[StoredMatrix]:
-        """Describe the storage of the matrices."""
         for key in self.keys():
             if key in ("X", "raw/X") or key.startswith(("layers/", "obsm/")):
                 stored = self._stored(key)
@@ -124,7 +128,7 @@ class AnnDataStore(Store):
         if group == "raw":
             return self._stored_raw(name)
         parent = self._stored_raw("varm") if group == "raw/varm" else self._root[group] if group else self._root
-        return legacy.entry_of_records(parent, name) if legacy.is_record_array(parent) else parent[name]
+        return entry_of_records(parent, name) if is_record_array(parent) else parent[name]
 
     def _stored_raw(self, name: str) -> Any:
         """Return an element of raw, which AnnData before 0.7 stored next to X; None if there is none."""
@@ -158,9 +162,9 @@ class AnnDataStore(Store):
     def _old(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Tables and uns of AnnData before 0.7, which kept the labels of categoricals in uns."""
         uns = self._uns()
-        held = [name for name in ("obs", "var") if legacy.is_record_array(self._root[name])]
-        tables = [legacy.table_of_records(self._root[name]) for name in held]
-        return dict(zip(held, legacy.decode_old_categories(tables, uns), strict=True)), uns
+        held = [name for name in ("obs", "var") if is_record_array(self._root[name])]
+        tables = [table_of_records(self._root[name]) for name in held]
+        return dict(zip(held, decode_old_categories(tables, uns), strict=True)), uns
 
 
 def _is_null(stored: Any) -> bool:
@@ -169,7 +173,7 @@ def _is_null(stored: Any) -> bool:
 
 
 def _entries(stored: Any) -> list[str]:
-    if legacy.is_record_array(stored):
+    if is_record_array(stored):
         return list(stored.dtype.names)
     return [] if _is_null(stored) else list(stored)
 

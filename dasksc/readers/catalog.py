@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -68,7 +68,6 @@ class CatalogReader(Reader):
         return isinstance(path, str) and super().matches(path) and os.path.isfile(path)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        """Open a catalogue."""
         assert isinstance(path, str)
         root = zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")
         if "dasksc-texts" not in root.attrs:
@@ -157,13 +156,12 @@ class _UnopenedMatrix:
         cost: FetchCost,
         options: OpenOptions,
     ) -> None:
-        self.label = f"{_path_of(file)}:/{key}"
+        self.label = f"{file if isinstance(file, RemoteLocation) else file.path}:/{key}"
         self.shape, self.layout, self.cost = shape, layout, cost
         self.dtype, self.stored_dtype = dtypes
         self._file, self._key, self._options = file, key, options
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         matrix = _opened(self)
         if (*matrix.shape, matrix.stored_dtype) != (*self.shape, self.stored_dtype):
             raise CorruptDataError(
@@ -184,10 +182,6 @@ class _UnopenedMatrix:
 
 
 _opened = lru_cache(maxsize=128)(_UnopenedMatrix.open)
-
-
-def _path_of(file: _File) -> str:
-    return str(file) if isinstance(file, RemoteLocation) else file.path
 
 
 def as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -304,13 +298,11 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
             dtype=dtype,
         )
 
-    def rows() -> Iterator[Any]:
-        yield from table.set_axis(pd.RangeIndex(len(table))).itertuples()
-
     maps = None
     if "lookups" in group:
         positions = [one[one != -2] for one in read_elem(group["lookups"])]
         n_vars, fill_value = group.attrs["n_vars"], group.attrs["fill_value"]
         maps = ColumnMaps([positions[i] for i in read_elem(group["which"])], n_vars, fill_value=fill_value)
-    parts = [matrix_of(row) for row in rows()]
+    rows: Any = table.set_axis(pd.RangeIndex(len(table))).itertuples()
+    parts = list(map(matrix_of, rows))
     return ConcatenatedMatrix(label=f"{key} of {len(parts)} atlases", parts=parts, maps=maps)

@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.checks import nearest
-from dasksc.errors import CorruptDataError, InputError, MissingKeyError
+from dasksc.checks import known
+from dasksc.errors import CorruptDataError, InputError
 from dasksc.readers.anndata import described
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import nameless_index, read_names
@@ -31,8 +31,6 @@ from dasksc.storage.opening import matrix_in
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 # All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"
-# Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
-_PIECE_ROWS = 2**20
 _AGAIN = "Copy or download the file again."
 
 
@@ -71,11 +69,9 @@ class CellRangerStore(Store):
         return "obs" not in root and "var" not in root and bool(_matrices(root))
 
     def keys(self) -> list[str]:
-        """Return the keys of the two tables and of the matrix."""
         return ["obs", "var", "X"]
 
     def columns(self, name: str) -> list[str]:
-        """Return the columns of a table."""
         return list(self._flags) if name == "obs" else list(self.table(name).columns)
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
@@ -89,7 +85,6 @@ class CellRangerStore(Store):
         return pd.DataFrame({column: one[()].astype(bool) for column, one in kept.items()}, index, columns=list(kept))
 
     def matrix(self, key: str) -> Matrix:
-        """Open the matrix, with the features that are kept."""
         attributes = self._csr_attributes()
         matrix = matrix_in(
             self._file,
@@ -109,11 +104,9 @@ class CellRangerStore(Store):
         return ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
 
     def description(self) -> Iterator[StoredMatrix]:
-        """Describe the storage of the matrix."""
         yield from described("X", self._group)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _genome_of(self, names: Sequence[str]) -> str:
@@ -126,7 +119,7 @@ class CellRangerStore(Store):
                 f"{self._path} has {len(names)} genomes ({', '.join(names)}), each with its own cells; choose one: "
                 f"genome={names[0]!r}"
             )
-        return _required(f"{self._path}", wanted[0], names)
+        return known(f"{self._path}", wanted[0], names)
 
     def _datasets(self) -> dict[str, Any]:
         """Return the datasets that describe the features, by their column names in scanpy; names come first."""
@@ -150,7 +143,6 @@ class CellRangerStore(Store):
 
     @cached_property
     def _genes(self) -> pd.DataFrame:
-        """All features of the file."""
         self._sizes.check("features", list(self._features.values()))
         values = {column: self._values(stored) for column, stored in self._features.items()}
         return pd.DataFrame(values).set_index("name").rename_axis(None)
@@ -160,11 +152,8 @@ class CellRangerStore(Store):
         """Mask of the features to keep; None if all are kept."""
         var, options = self._genes, self._options
         kept = np.ones(len(var), dtype=bool)
-        chosen: dict[str, tuple[str, ...]] = {}
-        if options.feature_types is not None:
-            chosen["feature_types"] = options.feature_types
-        if options.genomes is not None and self._is_v3:
-            chosen["genome"] = options.genomes
+        given = {"feature_types": options.feature_types, "genome": options.genomes if self._is_v3 else None}
+        chosen = {column: names for column, names in given.items() if names is not None}
         for column, names in chosen.items():
             if column in var:
                 held = var[column].to_numpy()
@@ -174,7 +163,7 @@ class CellRangerStore(Store):
             # If several files are joined, some may have features that others lack.
             if not (options.may_lack and present.intersection(names)):
                 for name in names:
-                    _required(f"{column} of {self._path}", name, present)
+                    known(f"{column} of {self._path}", name, present)
             kept &= np.isin(held.astype(str), names)
         if chosen and not kept.any():
             requested = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())
@@ -182,7 +171,6 @@ class CellRangerStore(Store):
         return None if kept.all() else kept
 
     def names(self) -> Iterator[Sequence[str]]:
-        """Read the barcodes."""
         yield self._values(self._group["barcodes"]).astype(str).tolist()
 
     def _values(self, stored: h5py.Dataset) -> NDArray[Any]:
@@ -193,11 +181,7 @@ class CellRangerStore(Store):
             return np.asarray(stored[()]).astype(str).astype(object)
         if stored.dtype.kind == "O":
             return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
-        found = np.empty(len(stored), dtype=object)
-        for start in range(0, len(stored), _PIECE_ROWS):
-            piece = slice(start, start + _PIECE_ROWS)
-            found[piece] = np.char.decode(stored[piece], "utf-8")
-        return found
+        return np.asarray(stored.asstr("utf-8")[()], dtype=object)
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""
@@ -221,9 +205,3 @@ def _matrices(root: h5py.Group) -> list[str]:
 
 def _is_matrix(item: Any) -> bool:
     return isinstance(item, h5py.Group) and "encoding-type" not in item.attrs and item.keys() >= _MEMBERS
-
-
-def _required(kind: str, name: str, held: Any) -> str:
-    if name not in held:
-        raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, held, n=3)}")
-    return name

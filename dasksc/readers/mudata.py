@@ -31,7 +31,6 @@ class MuDataStore(AnnDataStore):
         return {name: AnnDataStore(self._path, self._file, stored[name], self._options, self._sizes) for name in order}
 
     def modalities(self) -> Mapping[str, Store]:
-        """Return the stores of the modalities, in the order of the MuData."""
         return self._modalities
 
     def keys(self) -> list[str]:
@@ -42,7 +41,6 @@ class MuDataStore(AnnDataStore):
         return [key for key in keys if key == "obs" or (key.startswith("obsm/") and key not in masks)]
 
     def description(self) -> Iterator[StoredMatrix]:
-        """Describe the matrices of the modalities."""
         for name, store in self._modalities.items():
             yield from (replace(one, key=f"{name}/{one.key}") for one in store.description())
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from anndata import AnnData
 
 from dasksc import config
+from dasksc.checks import names_or_none
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.storage import Cache, RemoteLocation, UseMmap
 
@@ -69,12 +70,10 @@ class OpenOptions:
 
 def names_given(option: str, value: Any) -> tuple[str, ...] | None:
     """Return the names in an option that takes one name or several; None if the option is None."""
-    if value is None:
-        return None
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
-    if not names or not all(isinstance(name, str) for name in names):
+    names = tuple(names_or_none(option, value))
+    if value is not None and not names:
         raise InputError(f"{option}={value!r} must be a name, or a list of at least one")
-    return names
+    return names or None
 
 
 def refuse_feature_choice(options: OpenOptions, what: str) -> None:

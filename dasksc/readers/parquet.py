@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.checks import nearest
-from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError
+from dasksc.checks import known
+from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
@@ -43,7 +43,6 @@ class ParquetReader(Reader):
     options = ("gene_table", *_DEFAULTS, "cell_names", "obs_table", "obs_key")
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        """Open a file."""
         return ParquetStore(path, options)
 
 
@@ -60,7 +59,7 @@ class ParquetStore(Store):
         self._parquet = _opened(self._file)
         self._schema = self._parquet.schema_arrow
         for option in ("genes", "expressions"):
-            self._require(option, self._schema.names)
+            self._own(option)
         if "gene_table" not in self._chosen:
             raise InputError(
                 f"{path} needs the table of its genes, with the columns {self._chosen['token']!r} and "
@@ -73,7 +72,6 @@ class ParquetStore(Store):
         )
 
     def keys(self) -> list[str]:
-        """Return the keys of the two tables and of the matrix."""
         return ["obs", "var", "X"]
 
     def columns(self, name: str) -> list[str]:
@@ -85,18 +83,13 @@ class ParquetStore(Store):
         return own + [column for column in self._others() if column not in own]
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Read columns of obs, or return var."""
         if name == "var":
             return self._var.copy(deep=False)
         wanted = self.columns("obs") if columns is None else list(columns)
         names, key = self._chosen.get("cell_names"), self._chosen.get("obs_key")
         others = [column for column in wanted if column not in self._schema.names]
         own = [column for column in wanted if column not in others]
-        extra = [
-            self._require(option, self._schema.names)
-            for option in ("cell_names", "obs_key")
-            if self._chosen.get(option)
-        ]
+        extra = [self._own(option) for option in ("cell_names", "obs_key") if self._chosen.get(option)]
         read = self._parquet.read(columns=list(dict.fromkeys([*own, *extra]))).to_pandas()
         table = read[own]
         if others:
@@ -110,20 +103,20 @@ class ParquetStore(Store):
         self._parquet.close()
 
     def matrix(self, key: str) -> ParquetMatrix:
-        """Open the matrix."""
         return ParquetMatrix(
             self._file, self._parquet, self._chosen["genes"], self._chosen["expressions"], self._to, len(self._var)
         )
 
-    def _require(self, option: str, names: Sequence[str]) -> str:
-        return _require(option, self._chosen[option], names, self._path)
+    def _own(self, option: str) -> str:
+        """Return the column of the file that an option names."""
+        return known(f"{self._path} ({option}=)", self._chosen[option], self._schema.names)
 
     def _others(self) -> list[str]:
         """Return the columns of the table of cells, except the one that it shares with the file."""
         if "obs_table" not in self._chosen:
             return []
         names = _columns_of(_identity("obs_table", self._chosen).path)
-        _require("obs_key", self._chosen["obs_key"], names, self._chosen["obs_table"])
+        known(f"{self._chosen['obs_table']} (obs_key=)", self._chosen["obs_key"], names)
         return [name for name in names if name != self._chosen["obs_key"]]
 
     def _joined(self, keys: pd.Series[Any], columns: Sequence[str]) -> pd.DataFrame:
@@ -266,12 +259,6 @@ def _values_in(group: Any, name: str) -> int:
     return sum(chunk.num_values for chunk in chunks if chunk.path_in_schema.partition(".")[0] == name)
 
 
-def _require(option: str, name: str, names: Sequence[str], path: Any) -> str:
-    if name not in names:
-        raise MissingKeyError(f"{path} has no column {name!r} ({option}=); {nearest(name, names, n=3)}")
-    return name
-
-
 def _identity(option: str, chosen: dict[str, Any]) -> FileIdentity:
     path = os.path.abspath(chosen[option])
     if not os.path.exists(path):
@@ -298,7 +285,7 @@ def _genes(file: FileIdentity, token: str, name: str) -> tuple[pd.DataFrame, NDA
     """Return var, and the column of each token (-1 for others, and at the end)."""
     table = _table(file.path)
     for option, column in (("token", token), ("gene_names", name)):
-        _require(option, column, list(table), file.path)
+        known(f"{file.path} ({option}=)", column, list(table))
     tokens = table[token].to_numpy()
     if tokens.dtype.kind not in "iu" or len(np.unique(tokens)) < len(tokens):
         raise InputError(f"{file.path}: {token} must be integers without repeats or missing values")

@@ -26,7 +26,6 @@ class RowsMatrix:
     layout: Layout
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         distinct, positions = np.unique(rows, return_inverse=True)
         block = self._read(distinct)

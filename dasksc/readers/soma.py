@@ -66,7 +66,6 @@ class SomaReader(Reader):
         return any(os.path.exists(os.path.join(path, marker)) for marker in _MARKERS)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        """Open an experiment."""
         return SomaStore(path, options)
 
 
@@ -100,12 +99,10 @@ class SomaStore(Store):
         return found + [f"obsm/{name}" for name in self._measurement.get("obsm", ())]
 
     def columns(self, name: str) -> list[str]:
-        """Return the columns of a table."""
         left_out = (_ID, self._names_column(name))
         return [column for column in self._table(name).schema.names if column not in left_out]
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Read columns of obs or var."""
         wanted = self.columns(name) if columns is None else list(columns)
         has_names = name == "var" or self._options.has_names
         index = self._names_column(name) if has_names else None
@@ -116,7 +113,6 @@ class SomaStore(Store):
         return table.set_axis(pd.Index(names, dtype=object))
 
     def matrix(self, key: str) -> RowsMatrix:
-        """Open a layer or an entry of obsm."""
         group, _, name = key.rpartition("/")
         in_obsm = group == "obsm"
         array = self._measurement.obsm[name] if in_obsm else self._measurement.X[self._x if key == "X" else name]

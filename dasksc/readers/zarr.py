@@ -28,7 +28,6 @@ class ZarrReader(Reader):
         return is_zip(path) or any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        """Open a store."""
         file = ZarrFile(path)
         root = file.root()
         return (MuDataStore if MuDataStore.holds(root) else AnnDataStore)(path, file, root, options)

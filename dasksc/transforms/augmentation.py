@@ -85,8 +85,7 @@ class Augmentation:
         layers = batch.get("layers") or {}
         if self.layer not in layers:
             raise InputError(
-                f"{name}(layer={self.layer!r}): the batch has "
-                f"{'the layers ' + ', '.join(map(repr, layers)) if layers else 'no layers'}; request the missing one: "
+                f"{name}(layer={self.layer!r}): the batch has the layers {list(layers)}; request the missing one: "
                 f"scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = copy.copy(layers)

@@ -23,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
-from dasksc.checks import check_one_of, whole_number
+from dasksc.checks import check_flags, check_one_of, whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
+from dasksc.plan.arrays import array_of
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.storage import buffers
 from dasksc.transforms.vocabulary import Missing, Vocabulary, names_of
@@ -97,8 +98,7 @@ class _Tokens:
             raise InputError(
                 f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} sum to more than 1"
             )
-        if not isinstance(prepend_cls, bool):
-            raise InputError(f"prepend_cls must be true or false; got {prepend_cls!r}")
+        check_flags(prepend_cls=prepend_cls)
         self.vocabulary = vocabulary
         self.max_genes = whole_number("max_genes", max_genes, 1)
         self.prepend_cls = prepend_cls
@@ -166,7 +166,6 @@ class _Tokens:
         return made
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Write the tokens of all rows."""
         raise NotImplementedError
 
     def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -256,17 +255,14 @@ class RankTokens(_Tokens):
             padding=padding,
             seed=seed,
         )
-        if isinstance(medians, Mapping):
-            raise WrongTypeError("medians is a dict; give an array with one value per gene, in the order of `genes`")
-        try:
-            self.medians = None if medians is None else np.asarray(medians, dtype=np.float32)
-        except (TypeError, ValueError) as error:
-            raise WrongTypeError(f"medians must be an array of numbers, one per gene: {error}") from error
-        if self.medians is not None:
-            if self.medians.shape != self._ids.shape:
-                raise InputError(
-                    f"medians has shape {self.medians.shape}; give one for each of the {len(self._ids)} genes"
-                )
+        self.medians: NDArray[np.float32] | None = None
+        if medians is not None:
+            given = array_of("medians", medians)
+            if given.dtype.kind not in "biuf":
+                raise WrongTypeError("medians must be an array of numbers, one per gene, in the order of `genes`")
+            if given.shape != self._ids.shape:
+                raise InputError(f"medians has shape {given.shape}; give one for each of the {len(self._ids)} genes")
+            self.medians = given.astype(np.float32)
             if not (self.medians > 0).all() or not np.isfinite(self.medians).all():
                 raise InputError("medians must be finite and above 0; give 1 for genes without expression")
 

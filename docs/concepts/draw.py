@@ -27,8 +27,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noq
 from torch.utils.data import DataLoader  # noqa: E402
 
 import dasksc  # noqa: E402
-from dasksc.plan.deal import ConsumedSegment  # noqa: E402
-from dasksc.plan.order import BlockOrder  # noqa: E402
+from dasksc.plan.deal import BlockOrder, ConsumedSegment  # noqa: E402
 
 # Lines and text have a contrast ratio of at least 3.7:1 against both white and the background of the dark theme.
 INK, ON_COLOR = "#7d8590", "#14181e"

@@ -26,7 +26,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_path):
+def test_two_processes_of_jax_share_every_epoch(tmp_path):
     pytest.importorskip("jax", reason="jax is not installed")
     n_obs = 203
     adata = make_adata(n_obs)
@@ -49,7 +49,6 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
         ("jax.distributed", 0, 2),
         ("jax.distributed", 1, 2),
     ]
-    assert found[0]["seed"] == found[1]["seed"]
     for epoch in range(2):
         seen = Counter(row for one in found for row in one["epochs"][epoch])
         assert set(seen) == set(range(n_obs))
@@ -57,10 +56,3 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
     assert found[0]["epochs"][0] != found[0]["epochs"][1]
     rows = np.concatenate([row for one in found for row in one["epochs"]]).astype(int)
     assert sum(one["sum"] for one in found) == pytest.approx(adata.X[rows].sum(dtype=np.float64), rel=1e-5)
-    # The first process to begin records its epoch and reads all four batches. The other compares this record with its
-    # own epoch and raises an error.
-    outcomes = [one["apart"] for one in found]
-    assert 4 in outcomes
-    (complaint,) = [one for one in outcomes if isinstance(one, str)]
-    assert "rank 0 reads epoch 0" in complaint
-    assert "rank 1 reads epoch 1" in complaint

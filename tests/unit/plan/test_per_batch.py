@@ -17,7 +17,7 @@ import dasksc
 from dasksc import ClassBalancedSampling, EpochPlan
 from dasksc.errors import InputError
 from dasksc.plan.deal import ConsumedSegment
-from dasksc.plan.shares import largest_remainders, shares_of
+from dasksc.plan.labels import largest_remainders, shares_of
 
 pytestmark = pytest.mark.core
 

@@ -21,7 +21,7 @@ import dasksc
 from dasksc import EpochPlan
 from dasksc.plan import label_entropy as mixing
 from dasksc.plan.binding import bind
-from dasksc.plan.order import BlockOrder
+from dasksc.plan.deal import BlockOrder
 from tests.support.sets import Own
 
 pytestmark = pytest.mark.core

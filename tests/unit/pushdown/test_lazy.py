@@ -113,5 +113,3 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
     table._meta = memoryview(b"")
     with pytest.raises(InputError, match=r"builtins\.memoryview"):
         matrix_of(table)
-    with pytest.raises(InputError, match="chunk_rows=0"):
-        to_dask(as_matrix(np.zeros((2, 2)), "X"), chunk_rows=0)

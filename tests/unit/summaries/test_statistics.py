@@ -175,7 +175,7 @@ def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
         ({"by": []}, InputError, r"by=\[\] is empty"),
         ({"layer": "nothing"}, MissingKeyError, "layers.*'nothing'"),
         ({"filter": "nothing > 3"}, MissingKeyError, "nothing"),
-        ({"qc": 5}, WrongTypeError, "qc.* 5"),
+        ({"qc": 5}, WrongTypeError, "qc=5"),
         ({"qc": ["nothing"]}, MissingKeyError, "var.*'nothing'"),
         ({"qc": ["mean"]}, InputError, "needs a boolean for each gene"),
         ({"qc": {"mito": ["gene0", "MT-CO1", "MT-ND1"]}}, MissingKeyError, "var_names.*'MT-CO1'.*'MT-ND1'"),
