@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from dasksc.summaries import normalize as normalize
     from dasksc.summaries import statistics as statistics
     from dasksc.transforms.hooks import adata_to_mindex as adata_to_mindex
+    from dasksc.transforms.hooks import bionemo_to_tensor as bionemo_to_tensor
     from dasksc.transforms.hooks import fetch_transform_adata as fetch_transform_adata
     from dasksc.transforms.hooks import hf_tahoe_to_tensor as hf_tahoe_to_tensor
 
@@ -89,7 +90,7 @@ _NAMES = {
     ],
     "pushdown": ["row_local"],
     "summaries": ["Statistics", "highly_variable_genes", "normalize", "statistics"],
-    "transforms.hooks": ["adata_to_mindex", "fetch_transform_adata", "hf_tahoe_to_tensor"],
+    "transforms.hooks": ["adata_to_mindex", "bionemo_to_tensor", "fetch_transform_adata", "hf_tahoe_to_tensor"],
 }
 _MODULE_OF = {name: f"dasksc.{module}" for module, names in _NAMES.items() for name in names}
 _MODULES = ("dashboard", "datasets", "experimental", "integrations", "readers", "tokens", "train", "transforms")

@@ -14,7 +14,7 @@ from dasksc.checks import known
 from dasksc.errors import InputError
 from dasksc.multiindexable import MultiIndexable
 
-__all__ = ["adata_to_mindex", "fetch_transform_adata", "hf_tahoe_to_tensor"]
+__all__ = ["adata_to_mindex", "bionemo_to_tensor", "fetch_transform_adata", "hf_tahoe_to_tensor"]
 
 
 def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIndexable:
@@ -122,6 +122,37 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
     dense = np.zeros((len(n_genes), num_genes), dtype=np.float32)
     dense[np.repeat(np.arange(len(n_genes)), n_genes), columns] = _joined(expressions, np.dtype(np.float32))
     return torch.from_numpy(dense)
+
+
+def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
+    """Return rows of a BioNeMo ``SingleCellMemMapDataset``; for use as ``fetch_callback``.
+
+    Parameters
+    ----------
+    data_collection
+        Data set to index.
+    idx
+        One position, a slice, or a sequence, array or tensor of positions.
+
+    Returns
+    -------
+    torch.Tensor
+        Dense, shape (n_rows, n_genes).
+
+    Examples
+    --------
+    >>> from bionemo.scdl.io.single_cell_memmap_dataset import SingleCellMemMapDataset  # doctest: +SKIP
+    >>> data = SingleCellMemMapDataset("folder", h5ad_path="atlas.h5ad")  # doctest: +SKIP
+    >>> dataset = dasksc.scDataset(data, batch_size=64, fetch_callback=dasksc.bionemo_to_tensor)  # doctest: +SKIP
+    """
+    try:
+        from bionemo.scdl.util.torch_dataloader_utils import collate_sparse_matrix_batch
+    except ImportError as error:
+        raise ImportError("bionemo_to_tensor needs bionemo-scdl: pip install bionemo-scdl") from error
+    positions = range(*idx.indices(len(data_collection))) if isinstance(idx, slice) else np.atleast_1d(idx)
+    cells = [data_collection[int(i)] for i in positions]
+    dense: torch.Tensor = collate_sparse_matrix_batch(cells).to_dense()
+    return dense
 
 
 def _dense(X: Any) -> NDArray[Any]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType
 
 import anndata as ad
 import dask.array as da
@@ -11,7 +13,7 @@ import scipy.sparse as sp
 import torch
 
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata, hf_tahoe_to_tensor
+from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 pytestmark = pytest.mark.core
 
@@ -120,3 +122,54 @@ def test_hf_tahoe_to_tensor_of_no_cells_or_only_empty_ones(batch):
 def test_hf_tahoe_to_tensor_refuses_what_it_cannot_place(batch, message):
     with pytest.raises(InputError, match=message):
         hf_tahoe_to_tensor(batch, num_genes=5)
+
+
+@pytest.fixture
+def bionemo(monkeypatch):
+    """Stand-in for the only function of bionemo-scdl that is called, with the same arguments and result."""
+
+    def collate_sparse_matrix_batch(cells):
+        rows = np.concatenate([np.full(len(columns), i) for i, (_, columns) in enumerate(cells)])
+        values = np.concatenate([values for values, _ in cells])
+        columns = np.concatenate([columns for _, columns in cells])
+        return torch.sparse_coo_tensor(np.stack([rows, columns]), values, (len(cells), N_VARS), check_invariants=True)
+
+    names = ["bionemo", "bionemo.scdl", "bionemo.scdl.util", "bionemo.scdl.util.torch_dataloader_utils"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].collate_sparse_matrix_batch = collate_sparse_matrix_batch
+
+
+class MemMapDataset:
+    def __init__(self, X):
+        self.X = X
+
+    def __len__(self):
+        return len(self.X)
+
+    def __getitem__(self, i):
+        assert type(i) is int
+        return self.X[i][self.X[i] > 0], np.flatnonzero(self.X[i])
+
+
+@pytest.mark.usefixtures("bionemo")
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (3, [3]),
+        (np.int64(3), [3]),
+        (slice(2, 9, 3), [2, 5, 8]),
+        ([1, 0], [1, 0]),
+        (np.array([1, 0]), [1, 0]),
+        (torch.tensor([1, 0]), [1, 0]),
+    ],
+)
+def test_bionemo_to_tensor_collates_the_rows_asked_for(index, rows):
+    X = dense_counts()
+    assert bionemo_to_tensor(MemMapDataset(X), index).tolist() == X[rows].tolist()
+
+
+def test_bionemo_to_tensor_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bionemo", None)
+    with pytest.raises(ImportError, match="pip install bionemo-scdl"):
+        bionemo_to_tensor([], [0])
