@@ -25,10 +25,11 @@ from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.platforms import without_collection
+from dasksc.readers.arrays import Lazy
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
-from dasksc.storage import Cache, UseMmap
+from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
 from dasksc.storage.remote.remote_file import RemoteFile
 
 logger = logging.getLogger("dasksc.collection")
@@ -192,7 +193,9 @@ def open(
             table = table[[name for name in table.columns if name in obs]]
             obs = [name for name in obs if name not in table.columns]
     elif where is not None or isinstance(data, pd.DataFrame):
-        raise InputError("a table of files needs files=, the name of its column of paths; where= selects among them")
+        raise InputError(
+            "where= selects files of a table, and files= names its column of paths; filter= of scDataset selects cells"
+        )
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
@@ -250,6 +253,9 @@ def elements_of(
         found = _open_one(one, obs, options, "batches" if extent == "batches" and parts is None else "all")
         found = raw_of(found, quoted(data)) if raw else found
         given = [f"{name}=" for name, value in joining.items() if value is not None]
+        is_catalogue = isinstance(found.X, Lazy) and isinstance(found.X.matrix, ConcatenatedMatrix)
+        if join == "outer" and is_catalogue:
+            given.append("join=")
         if parts is not None:
             keys = _keys_of(joining.get("keys"), [parts[0][0]])
             if label is not None or index_unique is not None:
@@ -257,7 +263,7 @@ def elements_of(
         elif given:
             raise InputError(
                 f"{', '.join(given)} {'applies' if len(given) == 1 else 'apply'} only to several atlases, but "
-                f"{quoted(data)} is a single atlas. Omit {', '.join(given)}, or give several atlases"
+                f"{quoted(data)} is a single atlas. Omit {', '.join(given)}, give several atlases, or index them again"
             )
     if attach is not None:
         attach_elements(found, attach, options)

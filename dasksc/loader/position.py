@@ -131,6 +131,8 @@ def _differences(
     """Return a clause for each difference from a state, such as "block_size is 16 and was 8"."""
     mine, before = ({**one, **one["matrices"], "matrices": None} for one in (identity, was))
     if mine.pop("strategy") != before.pop("strategy"):
+        if then and settings["strategy"] != then["strategy"]:  # whose arguments cannot be compared
+            settings, then = ({"strategy": one["strategy"]} for one in (settings, then))
         mine, before = {**mine, **settings}, {**before, **then}
         if mine == before:
             return [_SAME_TEXT.format(strategy=settings["strategy"])]
