@@ -47,8 +47,8 @@ def synthetic(
 ) -> Path:
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
-    X holds integer counts as float32, in CSR. Cells are sorted by type, the hardest case for a loader. obs has the columns
-    ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
+    X is CSR and holds integer counts as float32. Cells are sorted by type, the hardest case for a loader. obs has the
+    columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
 
     Parameters
     ----------
