@@ -12,7 +12,6 @@ from dasksc import config
 from dasksc.atlas.assemble import require_key
 from dasksc.atlas.concat import Join
 from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
-from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
 from dasksc.conversion.contents import contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
@@ -166,15 +165,15 @@ def convert(
         genomes=names_given("genome", genome),
         reader_options=reader_options or {},
     )
-    unread = None if index_unique is not None else UnreadNames.of(data, options)
-    elements = elements_of(data, None, replace(options, has_names=unread is None), extent="all", **joining)
+    names = None if index_unique is not None else StagedNames.of(data, options, work_folder.folder / "names")
+    elements = elements_of(data, None, replace(options, has_names=names is None), extent="all", **joining)
     left_out, adata = elements.left_out, elements.to_anndata()
     contents = contents_of(adata, filter, request, layout)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
     del adata, elements  # a filter has copied its columns
-    staged = work_folder.folder / "names"
-    names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
+    if names is not None:
+        names.rows = contents.rows
     check_tables(contents, names)
     check_target(contents.matrices.values(), work_folder.target)
     plan = plan_of(contents, recipe)
@@ -185,7 +184,7 @@ def convert(
                 # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
                 # them again.
                 if names is not None and names.write(contents.n_obs):
-                    warn_of_repeated_names(data, len(names.unread.paths))
+                    warn_of_repeated_names(data, len(names.paths))
                 job.run(verify=verify, shown=progress)
                 work_folder.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:

@@ -11,7 +11,7 @@ import pandas as pd
 from dask.base import tokenize
 
 from dasksc.atlas.concat import MERGES, check_fill_value
-from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
+from dasksc.checks import check_one_of, name_or_none, names_or_none, true_or_false, whole_number
 from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
 from dasksc.output.inputs import leaves_read, token_of
@@ -26,33 +26,25 @@ Order = Literal["shuffle", "keep"]
 
 def target_path(target: Any) -> Path:
     """Return the absolute path of the target; raise `InputError` if no store can be written there."""
-    if not isinstance(target, str | os.PathLike) or not isinstance(os.fspath(target), str):
-        raise InputError(f"target={target!r} is not a path; give the directory to write: 'atlas.zarr'")
-    if "://" in os.fspath(target):
-        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
-    path = Path(os.path.abspath(target))
-    if not path.name:
-        raise InputError(f"target={target!r} is the root of a file system; give the directory to write: 'atlas.zarr'")
-    if path.suffix in _FILES:
-        raise InputError(f"target={target!r} is named like a file; a Zarr store is a directory: 'atlas.zarr'")
-    return path
+    if isinstance(target, str | os.PathLike) and not is_url(os.fspath(target)):
+        path = Path(os.path.abspath(target))
+        if path.name and path.suffix not in _FILES:
+            return path
+    raise InputError(f"target={target!r} cannot be written; give the path of a local directory, such as 'atlas.zarr'")
 
 
 def recipe_of(data: Any, **given: Any) -> dict[str, Any]:
     """Check the arguments of `convert` that affect its output; return them as plain JSON types."""
-    if given["order"] not in ("shuffle", "keep"):
-        raise InputError(f"order={given['order']!r} is neither 'shuffle' nor 'keep'; to group cells, give group_by=")
-    if given["layout"] not in (None, "csr"):
-        raise InputError(f"layout={given['layout']!r} is neither None, which keeps the layout of the input, nor 'csr'")
+    check_one_of("order", given["order"], ("shuffle", "keep"))
+    check_one_of("layout", given["layout"] or "csr", ("csr",))
     groups, keys = names_or_none("group_by", given["group_by"]), given["keys"]
     if given["group_by"] is not None and not 0 < len(groups) == len(set(groups)):
         raise InputError(f"group_by={groups} must name at least one obs column, each only once")
     name_or_none("index_unique", given["index_unique"])
     if keys is not None and not hasattr(keys, "__len__"):
         raise InputError(f"keys={keys!r} is not a list; give names, one for each input")
-    # For `merge`, AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
-    if given["merge"] not in (None, *MERGES):
-        raise InputError(f"merge={given['merge']!r} is none of {', '.join(map(repr, MERGES))}")
+    # AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
+    check_one_of("merge", given["merge"] or "same", MERGES)
     check_fill_value(given["fill_value"], given["join"])
     keys = data if isinstance(data, Mapping) else keys
     return {
