@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -66,13 +66,6 @@ def _genes_of(text: Any) -> Any:
     return (Path(text) if os.path.isfile(text) else text.split(",")) if isinstance(text, str) else text
 
 
-def _title_of(paths: Sequence[str]) -> str:
-    """Return paths for display, without the secrets of URLs."""
-    from dasksc.storage import is_url, redact_url
-
-    return ", ".join(redact_url(path) if is_url(path) else path for path in paths)
-
-
 def _shows_progress(given: bool | None) -> bool:
     """Return the given choice, by default True if stderr is a terminal and tqdm is installed."""
     return sys.stderr.isatty() and find_spec("tqdm") is not None if given is None else given
@@ -128,6 +121,7 @@ def check(parser: Parser) -> Run:
     def run(options: Mapping[str, Any]) -> int:
         adata = _opened(options)
         from dasksc.plan.named import is_balanced, strategy_named
+        from dasksc.storage import redact_url
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None
         named = arguments_of("scDataset", options)
@@ -135,7 +129,7 @@ def check(parser: Parser) -> Run:
         named |= {"genes": _genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))
-        found["name"] = f"{_title_of(options['paths'])} by {type(dataset.strategy).__name__}"
+        found["name"] = f"{', '.join(map(redact_url, options['paths']))} by {type(dataset.strategy).__name__}"
         _show(found, options)
         return int(options["strict"] and bool(found.warnings))
 
