@@ -244,10 +244,13 @@ def embed(parser: Parser) -> Run:
 def _prepared(data: Any, options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
     """Return the function to call, the data set, and the labels of codes."""
     from dasksc.train import saved_models
+    from dasksc.train.config import found
 
     model, method, batch_size = options["model"], options["method"], options["batch_size"]
     if ":" in model and not Path(model).exists():
-        called = saved_models.imported_model(model)
+        called = found(model, {}, what="model")
+        if isinstance(called, type) or not callable(called):
+            raise InputError(f"--model {model} is {called!r}; give a function of a batch, or a module instance")
         called = called if method is None else saved_models.method_of(called, method)
         return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
     trained = saved_models.load_model(model)
