@@ -189,7 +189,8 @@ def _drawn(
         data.flush()
         x = sp.csr_matrix((len(depths), tables[0].shape[1]), dtype=np.float32)
         # The constructor would copy the indices to the dtype of indptr.
-        x.data, x.indices = (np.asarray(np.memmap(*one, "r")) for one in ((data, np.float32), (indices, np.int32)))
+        x.data = np.asarray(np.memmap(data, np.float32, "r"))
+        x.indices = np.asarray(np.memmap(indices, np.int32, "r"))
         x.indptr = indptr if indptr[-1] > np.iinfo(np.int32).max else indptr.astype(np.int32)
         yield x, n_counts
 
