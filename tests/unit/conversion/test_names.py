@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.conversion import tables
-from dasksc.conversion.names import StagedNames
+from dasksc.conversion.tables import StagedNames
 from dasksc.errors import CorruptDataError
 from dasksc.output.elements import as_anndata_writes
 from dasksc.readers import names as cell_names
