@@ -2,12 +2,13 @@
 """Write a synthetic single-cell atlas of any size, chunk by chunk, in AnnData's format.
 
     python make_atlas.py --cells 100000 --out atlas.h5ad
-    python make_atlas.py --cells 1000000 --compression gzip --out atlas-gzip.h5ad
+    python make_atlas.py --cells 100000 --compression gzip --out atlas-gzip.h5ad
     python make_atlas.py --cells 100000 --zarr --out atlas.zarr
 
 `dasksc.datasets.synthetic` simulates the atlas. It has 14 plates and 50 cell types with few marker genes each. Counts
 are integers stored as float32. Each cell expresses about 1,450 of 20,000 genes. Cells are sorted by type. The file
-depends only on the arguments. Only a few chunks of cells are in memory at a time.
+depends only on the arguments. Only a few chunks of cells are in memory at a time, but the whole atlas with --dense or
+--compression.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import argparse
 import os
 from pathlib import Path
 from typing import Literal
+
+import anndata
 
 import dasksc
 
@@ -33,7 +36,7 @@ def make_atlas(
     overwrite: bool = False,
 ) -> Path:
     """Write an atlas with cell types and plates to `path`; see `dasksc.datasets.synthetic`."""
-    return dasksc.datasets.synthetic(
+    path = dasksc.datasets.synthetic(
         path,
         n_cells,
         n_genes,
@@ -44,10 +47,13 @@ def make_atlas(
         n_markers=max(2, round(0.002 * n_genes)),
         batch_effect=0.0,
         seed=seed,
-        dense=dense,
-        compression=compression,
         overwrite=overwrite,
     )
+    if dense or compression:
+        atlas = anndata.read_h5ad(path)
+        atlas.X = atlas.X.toarray() if dense else atlas.X
+        atlas.write_h5ad(path, compression=compression)
+    return path
 
 
 def main() -> None:
@@ -65,6 +71,8 @@ def main() -> None:
     out = args.out or Path("atlas.zarr" if args.zarr else "atlas.h5ad")
     if args.zarr and out.suffix != ".zarr":
         parser.error("with --zarr the name given to --out must end in .zarr")
+    if out.suffix == ".zarr" and (args.dense or args.compression):
+        parser.error("--dense and --compression are for h5ad files")
     try:
         make_atlas(
             out,

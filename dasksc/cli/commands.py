@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -66,13 +66,6 @@ def _genes_of(text: Any) -> Any:
     return (Path(text) if os.path.isfile(text) else text.split(",")) if isinstance(text, str) else text
 
 
-def _title_of(paths: Sequence[str]) -> str:
-    """Return paths for display, without the secrets of URLs."""
-    from dasksc.storage import is_url, redact_url
-
-    return ", ".join(redact_url(path) if is_url(path) else path for path in paths)
-
-
 def _shows_progress(given: bool | None) -> bool:
     """Return the given choice, by default True if stderr is a terminal and tqdm is installed."""
     return sys.stderr.isatty() and find_spec("tqdm") is not None if given is None else given
@@ -128,6 +121,7 @@ def check(parser: Parser) -> Run:
     def run(options: Mapping[str, Any]) -> int:
         adata = _opened(options)
         from dasksc.plan.named import is_balanced, strategy_named
+        from dasksc.storage import redact_url
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None
         named = arguments_of("scDataset", options)
@@ -135,7 +129,7 @@ def check(parser: Parser) -> Run:
         named |= {"genes": _genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))
-        found["name"] = f"{_title_of(options['paths'])} by {type(dataset.strategy).__name__}"
+        found["name"] = f"{', '.join(map(redact_url, options['paths']))} by {type(dataset.strategy).__name__}"
         _show(found, options)
         return int(options["strict"] and bool(found.warnings))
 
@@ -250,10 +244,13 @@ def embed(parser: Parser) -> Run:
 def _prepared(data: Any, options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
     """Return the function to call, the data set, and the labels of codes."""
     from dasksc.train import saved_models
+    from dasksc.train.config import found
 
     model, method, batch_size = options["model"], options["method"], options["batch_size"]
     if ":" in model and not Path(model).exists():
-        called = saved_models.imported_model(model)
+        called = found(model, {}, what="model")
+        if isinstance(called, type) or not callable(called):
+            raise InputError(f"--model {model} is {called!r}; give a function of a batch, or a module instance")
         called = called if method is None else saved_models.method_of(called, method)
         return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
     trained = saved_models.load_model(model)

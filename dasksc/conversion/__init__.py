@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
+
+import pandas as pd
+from dask.base import tokenize
 
 from dasksc import config
 from dasksc.atlas.assemble import require_key
-from dasksc.atlas.concat import Join
+from dasksc.atlas.concat import MERGES, Join, check_fill_value
 from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
-from dasksc.atlas.unread_names import UnreadNames
-from dasksc.checks import check_flags, names_or_none
-from dasksc.conversion.contents import contents_of, matrices_of
+from dasksc.checks import check_flags, check_one_of, name_or_none, names_or_none, true_or_false, whole_number
+from dasksc.conversion.contents import Contents, contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
-from dasksc.conversion.inputs import Order, check_target, plan_of, recipe_of, target_path
-from dasksc.conversion.names import StagedNames
-from dasksc.conversion.tables import check_tables
+from dasksc.conversion.tables import StagedNames, check_tables
+from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
+from dasksc.output.inputs import leaves_read, token_of
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.readers.options import Openable, OpenOptions, names_given
-from dasksc.storage import Cache
+from dasksc.storage import Cache, Matrix, is_url
 
 __all__ = ["convert"]
+
+# Format version in every plan. A conversion with another version is not resumed.
+_FORMAT = 4
+_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom", ".zip")
+
+Order = Literal["shuffle", "keep"]
 
 
 def convert(
@@ -153,11 +162,11 @@ def convert(
     check_flags(overwrite=overwrite, verify=verify, progress=progress)
     joining: Any = {"join": join, "label": label, "keys": keys, "index_unique": index_unique}
     joining |= {"merge": merge, "fill_value": fill_value}
-    recipe = recipe_of(
+    recipe = _recipe_of(
         data, order=order, group_by=group_by, seed=seed, filter=filter, layout=layout, narrow=narrow, **joining
     )
     request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
-    work_folder = StoreWorkFolder(target_path(target))
+    work_folder = StoreWorkFolder(_target_path(target))
     limit = config.memory_limit(memory_limit)
     options = OpenOptions(
         storage_options=storage_options or {},
@@ -166,18 +175,18 @@ def convert(
         genomes=names_given("genome", genome),
         reader_options=reader_options or {},
     )
-    unread = None if index_unique is not None else UnreadNames.of(data, options)
-    elements = elements_of(data, None, replace(options, has_names=unread is None), extent="all", **joining)
+    names = None if index_unique is not None else StagedNames.of(data, options, work_folder.folder / "names")
+    elements = elements_of(data, None, replace(options, has_names=names is None), extent="all", **joining)
     left_out, adata = elements.left_out, elements.to_anndata()
     contents = contents_of(adata, filter, request, layout)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
     del adata, elements  # a filter has copied its columns
-    staged = work_folder.folder / "names"
-    names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
+    if names is not None:
+        names.rows = contents.rows
     check_tables(contents, names)
-    check_target(contents.matrices.values(), work_folder.target)
-    plan = plan_of(contents, recipe)
+    _check_target(contents.matrices.values(), work_folder.target)
+    plan = _plan_of(contents, recipe)
     job = Conversion(contents, work_folder, plan, names=names, limit_bytes=limit)
     try:
         with work_folder.explaining(), work_folder.locked():
@@ -185,7 +194,7 @@ def convert(
                 # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
                 # them again.
                 if names is not None and names.write(contents.n_obs):
-                    warn_of_repeated_names(data, len(names.unread.paths))
+                    warn_of_repeated_names(data, len(names.paths))
                 job.run(verify=verify, shown=progress)
                 work_folder.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
@@ -205,3 +214,63 @@ def convert(
         types=Report({key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()}),
         left_out=[*left_out, *contents.left_out],
     )
+
+
+def _target_path(target: Any) -> Path:
+    """Return the absolute path of the target; raise `InputError` if no store can be written there."""
+    if isinstance(target, str | os.PathLike) and not is_url(os.fspath(target)):
+        path = Path(os.path.abspath(target))
+        if path.name and path.suffix not in _FILES:
+            return path
+    raise InputError(f"target={target!r} cannot be written; give the path of a local directory, such as 'atlas.zarr'")
+
+
+def _recipe_of(data: Any, **given: Any) -> dict[str, Any]:
+    """Check the arguments of `convert` that affect its output; return them as plain JSON types."""
+    check_one_of("order", given["order"], ("shuffle", "keep"))
+    check_one_of("layout", given["layout"] or "csr", ("csr",))
+    groups, keys = names_or_none("group_by", given["group_by"]), given["keys"]
+    if given["group_by"] is not None and not 0 < len(groups) == len(set(groups)):
+        raise InputError(f"group_by={groups} must name at least one obs column, each only once")
+    name_or_none("index_unique", given["index_unique"])
+    if keys is not None and not hasattr(keys, "__len__"):
+        raise InputError(f"keys={keys!r} is not a list; give names, one for each input")
+    # AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
+    check_one_of("merge", given["merge"] or "same", MERGES)
+    check_fill_value(given["fill_value"], given["join"])
+    keys = data if isinstance(data, Mapping) else keys
+    return {
+        **given,
+        "group_by": groups[0] if len(groups) == 1 else groups or None,
+        "seed": whole_number("seed", given["seed"], 0, 2**64),
+        "narrow": true_or_false("narrow", given["narrow"]),
+        "fill_value": None if given["fill_value"] is None else float(given["fill_value"]),
+        "keys": None if keys is None else [str(key) for key in keys],
+    }
+
+
+def _check_target(matrices: Iterable[Matrix], target: Path) -> None:
+    """Raise `InputError` if the target is an input, lies inside one, or contains one."""
+    # The label of a matrix in memory contains no path.
+    for path in {leaf.label.rpartition(":/")[0] for matrix in matrices for leaf in leaves_read(matrix)}:
+        if not path or (is_url(path) and not os.path.exists(path)):
+            continue
+        real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
+        if real == found or (found in real.parents and (found / "obs").exists()):
+            raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
+        if real in found.parents:
+            raise InputError(f"{target} contains the input {found}. Give another target.")
+
+
+def _plan_of(contents: Contents, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan that identifies a conversion: the state of the input files, and the arguments."""
+    groups = [pd.Categorical(contents.cells["obs"][name]) for name in names_or_none("group_by", recipe["group_by"])]
+    return {
+        "format": _FORMAT,
+        "n_obs": contents.n_obs,
+        "genes": tokenize(list(contents.others["var"].index)),
+        "inputs": {key: token_of(matrix) for key, matrix in contents.matrices.items()},
+        # The columns of obs to group by affect the order; the names of the cells do not.
+        "groups": tokenize(*groups) if groups else None,
+        **recipe,
+    }

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from dasksc.checks import names_or_none
 from dasksc.conversion.contents import Contents
-from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import Pass, pieces, verify_rows
-from dasksc.conversion.tables import check_obs, write_tables
+from dasksc.conversion.tables import StagedNames, check_obs, write_tables
 from dasksc.conversion.writing import Copy
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import default_threads

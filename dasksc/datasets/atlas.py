@@ -6,11 +6,10 @@ import contextlib
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import anndata
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
+from dasksc.output.elements import as_anndata_writes
 from dasksc.output.work_folder import atomic_path, discard
 
 # Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_profiles, n_vars).
@@ -43,14 +43,12 @@ def synthetic(
     donor_effect: float = 0.2,
     batch_effect: float = 0.1,
     seed: int = 0,
-    dense: bool = False,
-    compression: Literal["gzip", "lzf"] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
-    X holds integer counts as float32. Cells are sorted by type, the hardest case for a loader. obs has the columns
-    ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
+    X is CSR and holds integer counts as float32. Cells are sorted by type, the hardest case for a loader. obs has the
+    columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
 
     Parameters
     ----------
@@ -73,10 +71,6 @@ def synthetic(
         expression in all donors or batches.
     seed
         Random seed, an integer in [0, 2**64).
-    dense
-        If True, write X as a dense array rather than CSR.
-    compression
-        Compression of the arrays of an h5ad file. A Zarr store uses AnnData's default.
     overwrite
         If True, replace an existing atlas at `path`.
 
@@ -88,8 +82,7 @@ def synthetic(
     Raises
     ------
     InputError
-        If an argument is out of range; if `path` exists and `overwrite` is False; or if `compression` is given for a
-        Zarr store.
+        If an argument is out of range, or if `path` exists and `overwrite` is False.
 
     Notes
     -----
@@ -104,7 +97,6 @@ def synthetic(
     >>> dasksc.open(path).shape
     (1000, 200)
     """
-    check_flags(dense=dense)
     path = Path(path)
     for name, number in {"n_obs": n_obs, "n_vars": n_vars, "n_types": n_types}.items():
         whole_number(name, number)
@@ -114,11 +106,6 @@ def synthetic(
     for name, effect in {"donor_effect": donor_effect, "batch_effect": batch_effect}.items():
         if not 0 <= effect < 10:
             raise InputError(f"{name} must be a number in [0, 10); got {effect}")
-    if compression is not None and (path.suffix == ".zarr" or compression not in ("gzip", "lzf")):
-        raise InputError(
-            f'compression={compression!r} is not possible for {path.name}: "gzip" and "lzf" are for h5ad files; '
-            "a Zarr store uses AnnData's default compression"
-        )
     if n_batches and batch_key in ("cell_type", "donor", "n_counts", "_index", ""):
         raise InputError(f'batch_key={batch_key!r} is the name of another column; give another name, such as "batch"')
 
@@ -126,40 +113,34 @@ def synthetic(
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
         types = _types(n_obs, n_types)
         labels = {"cell_type": pd.Categorical.from_codes(types, names("type", n_types))}
-        batches = rng.integers(n_batches, size=n_obs, dtype=np.min_scalar_type(-n_batches - 1)) if n_batches else None
+        batches = rng.integers(max(1, n_batches), size=n_obs, dtype=np.min_scalar_type(-n_batches - 1))
         depths = _depths(rng, batches, n_obs, n_vars)
         profiles = _type_profiles(rng, n_types, n_vars, n_markers)
 
         # Separate random streams: an atlas without donors has the same cells as one whose donors have no effect.
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(2,)))
+        donors = _donors(rng, types, n_types, n_donors) if n_donors else types
         groups, folds = types, np.ones((1, n_vars))
-        if n_donors:
-            donors = _donors(rng, types, n_types, n_donors)
-            labels["donor"] = pd.Categorical.from_codes(donors, names("donor", n_donors))
-            if donor_effect:
-                folds = np.exp(rng.normal(0, donor_effect, (n_donors, n_vars)))
-                groups = groups * n_donors + donors
-        if batches is not None:
-            labels[batch_key] = pd.Categorical.from_codes(batches, names(batch_key, n_batches))
-            if batch_effect:
-                of_batch = np.exp(rng.normal(0, batch_effect, (n_batches, n_vars)))
-                folds = (folds[:, None] * of_batch).reshape(-1, n_vars)
-                groups = groups * n_batches + batches
+        for column, codes, n, effect in (
+            ("donor", donors, n_donors, donor_effect),
+            (batch_key, batches, n_batches, batch_effect),
+        ):
+            if n:
+                labels[column] = pd.Categorical.from_codes(codes, names(column, n))
+            if n and effect:
+                folds = (folds[:, None] * np.exp(rng.normal(0, effect, (n, n_vars)))).reshape(-1, n_vars)
+                groups = groups * n + codes
         tables = _alias_tables(profiles, folds)
         key = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0]
 
-        with _drawn(path, key, groups, depths, tables, is_dense=dense) as (x, n_counts):
+        with _drawn(path.parent, key, groups, depths, tables) as (x, n_counts):
             obs = pd.DataFrame({**labels, "n_counts": n_counts}, index=names("cell", n_obs))
             atlas = anndata.AnnData(x, obs, pd.DataFrame(index=names("gene", n_vars)))
-            if path.suffix != ".zarr":
-                atlas.write_h5ad(partial, compression=compression)
-            else:
-                sharded = bool(anndata.settings.auto_shard_zarr_v3)  # AnnData warns unless this has an explicit value
-                with (
-                    warnings.catch_warnings(action="ignore"),  # also because the setting of the format is deprecated
-                    anndata.settings.override(zarr_write_format=3, auto_shard_zarr_v3=sharded),
-                ):
+            if path.suffix == ".zarr":
+                with as_anndata_writes(), anndata.settings.override(zarr_write_format=3):
                     atlas.write_zarr(partial)
+            else:
+                atlas.write_h5ad(partial)
     return path
 
 
@@ -182,53 +163,34 @@ def partial_path(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _drawn(
-    path: Path,
-    key: np.uint64,
-    groups: NDArray[np.int32],
-    depths: NDArray[np.int32],
-    tables: _Tables,
-    *,
-    is_dense: bool,
-) -> Iterator[tuple[Any, NDArray[np.float32]]]:
+    folder: Path, key: np.uint64, groups: NDArray[np.int32], depths: NDArray[np.int32], tables: _Tables
+) -> Iterator[tuple[sp.csr_matrix, NDArray[np.float32]]]:
     """Draw X on all cores; yield it, mapped from temporary files, and the number of molecules of each cell."""
-    shape = len(depths), tables[0].shape[1]
-    n_counts = np.empty(shape[0], dtype=np.float32)
-    indptr = np.zeros(shape[0] + 1, dtype=np.int64)
+    n_counts = np.empty(len(depths), dtype=np.float32)
+    indptr = np.zeros(len(depths) + 1, dtype=np.int64)
     np.cumsum(depths, out=indptr[1:])
     writing = threading.Lock()
 
     def draw(start: int) -> None:
         rows = slice(start, start + _CELLS_PER_CHUNK)
         nnz = int(depths[rows].sum())
-        indices, data = np.empty(nnz + 1, dtype=np.int32), np.empty(nnz + 1, dtype=np.float32)
-        kernels.draw_cells(key, start, groups[rows], depths[rows], *tables, indices, data, n_counts[rows])
-        indices, data = indices[:nnz], data[:nnz]
-        if is_dense:
-            block = np.zeros((len(depths[rows]), shape[1]), dtype=np.float32)
-            block[np.repeat(np.arange(len(block)), depths[rows]), indices] = data
-            store(data_file, start * shape[1], block)
-        else:
-            store(data_file, int(indptr[start]), data)
-            store(indices_file, int(indptr[start]), indices)
-
-    def store(file: IO[bytes], start: int, values: NDArray[Any]) -> None:
+        drawn = np.empty(nnz + 1, dtype=np.int32), np.empty(nnz + 1, dtype=np.float32)
+        kernels.draw_cells(key, start, groups[rows], depths[rows], *tables, *drawn, n_counts[rows])
         with writing:
-            file.seek(start * values.itemsize)
-            file.write(values.data)
+            for file, values in zip((indices, data), drawn, strict=True):
+                file.seek(values.itemsize * int(indptr[start]))
+                file.write(values[:nnz].data)
 
     # Files rather than arrays, so that memory does not grow with X; mapped, because AnnData writes arrays only.
-    with tempfile.TemporaryFile(dir=path.parent) as indices_file, tempfile.TemporaryFile(dir=path.parent) as data_file:
+    with tempfile.TemporaryFile(dir=folder) as indices, tempfile.TemporaryFile(dir=folder) as data:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(draw, range(0, shape[0], _CELLS_PER_CHUNK)))
-        indices_file.flush()
-        data_file.flush()
-        data = np.asarray(np.memmap(data_file, np.float32, "r"))
-        if is_dense:
-            yield data.reshape(shape), n_counts
-            return
-        x = sp.csr_matrix(shape, dtype=np.float32)
+            list(pool.map(draw, range(0, len(depths), _CELLS_PER_CHUNK)))
+        indices.flush()
+        data.flush()
+        x = sp.csr_matrix((len(depths), tables[0].shape[1]), dtype=np.float32)
         # The constructor would copy the indices to the dtype of indptr.
-        x.data, x.indices = data, np.asarray(np.memmap(indices_file, np.int32, "r"))
+        x.data = np.asarray(np.memmap(data, np.float32, "r"))
+        x.indices = np.asarray(np.memmap(indices, np.int32, "r"))
         x.indptr = indptr if indptr[-1] > np.iinfo(np.int32).max else indptr.astype(np.int32)
         yield x, n_counts
 
@@ -250,12 +212,11 @@ def _donors(rng: np.random.Generator, types: NDArray[Any], n_types: int, n_donor
     return donors
 
 
-def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, n_vars: int) -> NDArray[np.int32]:
+def _depths(rng: np.random.Generator, batches: NDArray[Any], n_obs: int, n_vars: int) -> NDArray[np.int32]:
     """Return the number of genes expressed in each cell; its mean differs slightly between batches."""
-    codes = np.zeros(n_obs, dtype=np.int8) if batches is None else batches
-    of_batch = rng.normal(0, 0.1, codes.max() + 1)
+    of_batch = rng.normal(0, 0.1, batches.max() + 1)
     of_batch -= of_batch.mean()
-    log = rng.normal(-0.035, 0.25, n_obs) + of_batch[codes]
+    log = rng.normal(-0.035, 0.25, n_obs) + of_batch[batches]
     depths: NDArray[np.float64] = np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars))
     return depths.astype(np.int32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         world_size=world_size,
         n_obs=dataset.source.n_obs,
         n_rows=plan.n_rows,
-        n_blocks=None if sets else _n_blocks(plan),
+        n_blocks=None if sets else -(-plan.n_rows // plan.block_size),
         block_size=None if sets else plan.block_size,
         batch_size=plan.batch_size,
         global_batch_size=plan.batch_size * world_size,
@@ -109,7 +109,17 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         pages_bytes=dataset.projected_pages,
         **dict.fromkeys(("prefetched_bytes", "rank_bytes", "job_bytes", "request_bytes")),
         label_key=name,
-        ranks=[_share_of(dataclasses.replace(plan, rank=rank)) for rank in range(world_size)],
+        ranks=[
+            Report(
+                rank=one.rank,
+                n_rows=one.n_rank_rows,
+                n_fetches=one.n_fetches,
+                n_batches=one.n_batches,
+                n_padded=one.n_rank_padded,
+                n_dropped=one.n_rank_dropped,
+            )
+            for one in (dataclasses.replace(plan, rank=rank) for rank in range(world_size))
+        ],
         sets=sets,
         classes=[] if labels is None else _classes_of(plan, labels),
         genes=[f"{key}: {one}" for key, one in match.items()]
@@ -158,23 +168,7 @@ def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
     >>> round(diversity.mean, 2), round(diversity.ideal_mean, 2)
     (2.21, 2.22)
     """
-    measured: Diversity = dataset.plan().diversity(dataset.source.labels_of(column), n_batches)
-    return measured
-
-
-def _share_of(plan: EpochPlan) -> Report:
-    return Report(
-        rank=plan.rank,
-        n_rows=plan.n_rank_rows,
-        n_fetches=plan.n_fetches,
-        n_batches=plan.n_batches,
-        n_padded=plan.n_rank_padded,
-        n_dropped=plan.n_rank_dropped,
-    )
-
-
-def _n_blocks(plan: EpochPlan) -> int:
-    return -(-plan.n_rows // plan.block_size)
+    return cast(Diversity, dataset.plan().diversity(dataset.source.labels_of(column), n_batches))
 
 
 def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, Any]:
@@ -213,10 +207,11 @@ def _warnings_of_sizes(plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about sizes that leave rows or ranks unused."""
     if plan.n_dropped == plan.n_rows:
         yield f"no rank yields a batch: {reason_for_no_batches(plan)}"
-    if 0 < _n_blocks(plan) < plan.world_size:
+    n_blocks = -(-plan.n_rows // plan.block_size)
+    if 0 < n_blocks < plan.world_size:
         blocks = "sets" if isinstance(plan.sampler, SetSampler) else "blocks"
         yield (
-            f"there are more ranks ({plan.world_size}) than {blocks} ({_n_blocks(plan)}), so several ranks read "
+            f"there are more ranks ({plan.world_size}) than {blocks} ({n_blocks}), so several ranks read "
             f"the same chunks. Use fewer ranks, more or smaller {blocks} or, with Streaming, a lower fetch_factor"
         )
 

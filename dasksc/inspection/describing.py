@@ -23,7 +23,7 @@ from dasksc.inspection.report import Report
 from dasksc.readers.locations import where_of
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened as opened_store
-from dasksc.storage import Layout, is_url, redact_url
+from dasksc.storage import Layout, redact_url
 
 _MAX_FILES = 64
 _PROBED_BLOCK = 64
@@ -93,8 +93,9 @@ def describe(
     ]
     if not has_x:
         advice.insert(0, "X is not stored, so there are no batches until adata.X is set, for example from a layer")
+    of_parts = first_of([Path(_shown(part)).name for part in parts])
     return Report(
-        name=_shown(data) if isinstance(data, str | os.PathLike) else first_of([_short(part) for part in parts]),
+        name=_shown(data) if isinstance(data, str | os.PathLike) else of_parts,
         n_files=len(parts),
         n_obs=int(opened.n_obs),
         n_vars=n_vars,
@@ -107,13 +108,8 @@ def describe(
     )
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return redact_url(text) if is_url(text) else text
-
-
-def _short(part: Any) -> str:
-    return Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__
+def _shown(part: Any) -> str:
+    return redact_url(os.fspath(part)) if isinstance(part, str | os.PathLike) else type(part).__name__
 
 
 def _columns(obs: pd.DataFrame) -> Iterator[Report]:

@@ -104,7 +104,8 @@ def suggest_parameters(
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     if isinstance(data_collection, str | os.PathLike):
         data_collection = open_atlas(data_collection)
-    available_bytes, total_bytes = _memory_of_machine()
+    limit = memory_limit()  # of the machine or the cgroup
+    available_bytes = limit.n_bytes - limit.held
     hooks: dict[str, Any] = {
         "fetch_callback": fetch_callback,
         "fetch_transform": fetch_transform,
@@ -134,7 +135,7 @@ def suggest_parameters(
         estimated_total_memory_mb=fetch_bytes * readers * _FETCHES_IN_FLIGHT / _MIB,
         system_info=Report(
             available_ram_gb=available_bytes / _GIB,
-            total_ram_gb=total_bytes / _GIB,
+            total_ram_gb=limit.n_bytes / _GIB,
             cpu_count=os.cpu_count() or 1,
             estimated_sample_size_bytes=sample_bytes,
         ),
@@ -208,9 +209,3 @@ def _memory_bytes(data: Any) -> int:
     if isinstance(members, list | tuple) or members is not data:
         return sum(map(_memory_bytes, members))
     return int(sizeof(data))
-
-
-def _memory_of_machine() -> tuple[int, int]:
-    """Return the available and the total memory in bytes, taking cgroup limits into account."""
-    limit = memory_limit()
-    return limit.n_bytes - limit.held, limit.n_bytes

@@ -32,7 +32,7 @@ class Statistics:
     groups
         AnnData with one row per group and one column per gene, and with the layers ``sum``, ``mean``, ``var`` and
         ``count_nonzero``, as from `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the number
-        of cells. None without ``by``.
+        of cells; its var is `genes`. None without ``by``.
     cells
         Table with one row per cell that was read, with the column names of `scanpy.pp.calculate_qc_metrics`. None
         without ``qc``.
@@ -40,7 +40,7 @@ class Statistics:
     Examples
     --------
     >>> found = dasksc.statistics("atlas.h5ad", by=["cell_type", "donor"])
-    >>> found.to_anndata().layers["mean"].shape
+    >>> found.groups.layers["mean"].shape
     (72, 300)
     >>> found.cells is None
     True
@@ -49,20 +49,6 @@ class Statistics:
     genes: pd.DataFrame
     groups: AnnData | None = None
     cells: pd.DataFrame | None = None
-
-    def to_anndata(self) -> AnnData:
-        """Return one AnnData: a row per group (or ``"all"``), `genes` as var, and `cells` as ``uns["cells"]``."""
-        if self.groups is not None:
-            adata = self.groups.copy()
-            adata.var = self.genes
-        else:
-            layers = {name: self.genes[[name]].to_numpy().T for name in ("sum", "mean", "var", "count_nonzero")}
-            n_obs = self.genes["n"].to_numpy()[:1]
-            obs = pd.DataFrame({"n_obs_aggregated": n_obs if len(n_obs) else [0]}, index=["all"])
-            adata = AnnData(obs=obs, var=self.genes, layers=layers)
-        if self.cells is not None:
-            adata.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
-        return adata
 
 
 def statistics(
@@ -144,7 +130,7 @@ def statistics(
     )
     grouped = None
     if columns:
-        n_groups = len(groups.labels)
+        labelled = slice(len(groups.labels))
         layers = {
             "sum": moments.sum,
             "mean": moments.mean,
@@ -152,9 +138,9 @@ def statistics(
             "count_nonzero": moments.n_nonzero,
         }
         grouped = AnnData(
-            obs=groups.labels.assign(n_obs_aggregated=groups.n_rows[:n_groups]),
-            var=pd.DataFrame(index=genes.index),
-            layers={name: values[:n_groups] for name, values in layers.items()},
+            obs=groups.labels.assign(n_obs_aggregated=groups.n_rows[labelled]),
+            var=genes,
+            layers={name: one[labelled] for name, one in layers.items()},
         )
     return Statistics(genes=genes, groups=grouped, cells=None if cells is None else cells.table())
 

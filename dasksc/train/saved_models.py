@@ -181,11 +181,3 @@ def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks:
         progress=config.data.progress and ranks.rank == 0,
         **options,
     )
-
-
-def imported_model(path: str) -> Any:
-    """Return the model or function of an import path, ``package.module:name``."""
-    model = found(path, {}, what="model")
-    if isinstance(model, type) or not callable(model):
-        raise InputError(f"--model {path} is {model!r}; give a function of a batch, or a module instance")
-    return model

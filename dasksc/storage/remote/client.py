@@ -63,7 +63,9 @@ def replaced_error(path: str) -> CorruptDataError:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user, password and query, for display."""
+    """Return a URL without user, password and query, for display; a path unchanged."""
+    if "://" not in url:
+        return url
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas.unread_names import UnreadNames
 from dasksc.conversion import tables
-from dasksc.conversion.names import StagedNames
+from dasksc.conversion.tables import StagedNames
 from dasksc.errors import CorruptDataError
 from dasksc.output.elements import as_anndata_writes
 from dasksc.readers import names as cell_names
@@ -65,7 +64,7 @@ def test_names_written_in_pieces_are_those_written_at_once(
     path = written(folder / f"atlas.{form}", names, dtype=dtype, index_name=index_name)
     data = path if n_atlases == 1 else [path] * n_atlases
     with mock.patch.object(tables, "_PIECE_ROWS", piece), mock.patch.object(cell_names, "_PIECE", piece):
-        with mock.patch.object(UnreadNames, "of", return_value=None):
+        with mock.patch.object(StagedNames, "of", return_value=None):
             dasksc.convert(data, folder / "at once.zarr", **how)
         # Fail if cell names are read together with the obs table.
         with mock.patch("dasksc.readers.tables.read_names", side_effect=_of_genes):
@@ -85,7 +84,7 @@ def test_names_with_keys_or_of_several_types_are_written_as_before(tmp_path: Pat
     names = ["a", "b", "c", "d"]
     path = written(tmp_path / "atlas.h5ad", names)
     other = written(tmp_path / "other.zarr", names, dtype="string")
-    assert UnreadNames.of([path, other], OpenOptions()) is None
+    assert StagedNames.of([path, other], OpenOptions(), tmp_path) is None
     dasksc.convert([path, path], tmp_path / "keys.zarr", order="keep", index_unique="-", keys=["x", "y"])
     dasksc.convert([path, other], tmp_path / "types.zarr", order="keep", join="inner")
     assert list(dasksc.open(tmp_path / "keys.zarr").obs_names) == [f"{n}-{key}" for key in "xy" for n in names]

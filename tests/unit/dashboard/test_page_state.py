@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dasksc import dashboard
-from dasksc.dashboard.page import LoaderPage
+from dasksc.dashboard import LoaderPage
 from dasksc.errors import InputError
 
 pytestmark = pytest.mark.core

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import anndata as ad
 import dask.array as da
 import numpy as np
@@ -18,7 +20,7 @@ GIB = 1024**3
 
 @pytest.fixture(autouse=True)
 def ten_gib(monkeypatch):
-    monkeypatch.setattr(suggestions, "_memory_of_machine", lambda: (10 * GIB, 16 * GIB))
+    monkeypatch.setattr(suggestions, "memory_limit", lambda: SimpleNamespace(n_bytes=16 * GIB, held=6 * GIB))
 
 
 def row_bytes(data, **hooks):
