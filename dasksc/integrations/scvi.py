@@ -14,7 +14,14 @@ import pandas as pd
 import scipy.sparse as sp
 import torch
 from anndata import AnnData
-from scvi.model import SCVI
+from scvi.data import AnnDataManager
+from scvi.data.fields import (
+    CategoricalJointObsField,
+    CategoricalObsField,
+    LayerField,
+    NumericalJointObsField,
+    NumericalObsField,
+)
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, WrongTypeError, scDataset
@@ -124,19 +131,32 @@ class SCVIDataModule(scDataModule):
                 obs[key] = pd.Categorical(obs[key], whole.categories[key])  # in the order of the codes in batches
         match, names = whole.gene_match, self.adata.var_names
         names = match.names if match is not None else names if genes is None else names[genes]
+        manager = AnnDataManager(
+            [
+                LayerField("X", None),
+                CategoricalObsField("batch", batch_key),
+                CategoricalObsField("labels", labels_key),
+                NumericalObsField("size_factor", None, required=False),
+                CategoricalJointObsField("extra_categorical_covs", categorical),
+                NumericalJointObsField("extra_continuous_covs", continuous),
+            ],
+            setup_method_args={
+                "model_name": model_name,
+                "setup_method_name": "setup_datamodule",
+                "setup_args": {
+                    "layer": layer,
+                    "batch_key": batch_key,
+                    "labels_key": labels_key,
+                    "size_factor_key": None,
+                    "categorical_covariate_keys": categorical or None,
+                    "continuous_covariate_keys": continuous or None,
+                },
+            },
+        )
         # Only the shape of X matters here.
         X = sp.csr_matrix((len(obs), len(names)), dtype=np.float32)
-        table = AnnData(X, obs=obs, var=pd.DataFrame(index=np.asarray(names)))
-        SCVI.setup_anndata(
-            table,
-            batch_key=batch_key,
-            labels_key=labels_key,
-            categorical_covariate_keys=categorical or None,
-            continuous_covariate_keys=continuous or None,
-        )
-        manager = SCVI._setup_adata_manager_store.pop(table.uns["_scvi_uuid"])  # which would keep the table
-        self.registry = manager.registry | {"model_name": model_name, "setup_method_name": "setup_datamodule"}
-        self.registry["setup_args"]["layer"] = layer
+        manager.register_fields(AnnData(X, obs=obs, var=pd.DataFrame(index=np.asarray(names))))
+        self.registry = manager.registry
         states = {name: field["state_registry"] for name, field in self.registry["field_registries"].items()}
         self.n_obs, self.n_vars = X.shape
         self.batch_labels = None if batch_key is None else states["batch"]["categorical_mapping"]
