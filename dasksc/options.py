@@ -274,7 +274,9 @@ class Parser(jsonargparse.ArgumentParser):
         message = re.sub(r'^(?:argument |Parser key "?)([^\s":]+)"?:', r"\1:", message)
         if found := re.match(r"(?:unrecognized arguments: |Option ')([^\s']+)", message):
             named = known if found[1].startswith("-") else [flag.lstrip("-") for flag in known]
-            message = f"{found[1]} is not expected{nearest(found[1], named)}"
+            is_config = "--config" in known and found[1].endswith((".yaml", ".yml"))
+            advice = f"; give it as --config {found[1]}" if is_config else nearest(found[1], named)
+            message = f"{found[1]} is not expected{advice}"
         self.exit(2, f"{self.prog}: {place}{message}\nAll options: {self.prog} --help\n")
 
 

@@ -39,10 +39,10 @@ class _Named(dict[str, Any]):
         raise MissingKeyError(self._lacks(key))
 
     def _lacks(self, key: Any) -> str:
-        held = first_of([name for _, _, name in _leaves(self)], _N_SHOWN) or "nothing"
+        held = first_of([name for _, _, name in _leaves(self)], _N_SHOWN)
         return (
-            f"there is no {key!r} here, only {held}. scDataset adds the columns, layers and entries of obsm that obs=, "
-            "layers= and obsm= name"
+            f"there is no {key!r} here{f', only {held}' if held else ''}. scDataset adds the columns, layers and "
+            "entries of obsm that obs=, layers= and obsm= name"
         )
 
 

@@ -49,7 +49,8 @@ def main(args: Sequence[str] | None = None) -> int:
     elif name == "--version":
         print(f"dasksc, version {dasksc.__version__}")
     else:
-        print(f"dasksc: there is no command {name}{nearest(name, COMMANDS)}", file=sys.stderr)
+        advice = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        print(f"dasksc: there is no command {name}{advice}", file=sys.stderr)
         return 2
     return 0
 

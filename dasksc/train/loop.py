@@ -165,6 +165,8 @@ class _Run:
     def train(self) -> Report:
         """Train until the end of the run, write the model and the predictions, and return the report."""
         save_every = self.training.save_every
+        if self._is_over() and self.ranks.rank == 0:
+            self.say("nothing is left to train: the run has reached training.max_epochs or training.max_steps")
         while not self._is_over():
             epoch = self.epoch
             self._train_epoch()

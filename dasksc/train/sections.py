@@ -16,6 +16,7 @@ __all__ = ["MODELS", "OPTIMIZERS", "STRATEGIES", "TOKENIZERS", "Fsdp", "Schedule
 MODELS = {
     "mlp_classifier": "dasksc.train.models:MLPClassifier",
     "autoencoder": "dasksc.train.models:Autoencoder",
+    "vae": "dasksc.train.models:Autoencoder",
     "transformer_encoder": "dasksc.train.models:TokenTransformer",
 }
 """Classes by the names of models; ``vae`` is the variational autoencoder."""
