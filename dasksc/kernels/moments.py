@@ -19,7 +19,6 @@ from dasksc.kernels.compiled import kernel
 __all__ = [
     "FRACTIONS",
     "NEGATIVE",
-    "NOT_A_NUMBER",
     "add_clipped",
     "add_moments",
     "add_rows",
@@ -27,7 +26,7 @@ __all__ = [
     "kinds_of",
 ]
 
-FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
+FRACTIONS, NEGATIVE = 1, 2
 """Flags that `kinds_of` returns."""
 
 
@@ -75,14 +74,13 @@ def finish_moments(moments, n_rows, counts, sums, means, squares):
 
 @kernel
 def kinds_of(values):
-    """Return the flags `FRACTIONS`, `NEGATIVE` and `NOT_A_NUMBER` that apply to any of `values`."""
-    n_fractions = n_negative = n_missing = np.int64(0)
+    """Return the flags `FRACTIONS` and `NEGATIVE` that apply to any of `values`."""
+    n_fractions = n_negative = np.int64(0)
     for k in range(len(values)):
         value = np.float64(values[k])
         n_fractions += np.int64(value != np.floor(value))
         n_negative += np.int64(value < 0)
-        n_missing += np.int64(value != value)
-    return FRACTIONS * (n_fractions > 0) + NEGATIVE * (n_negative > 0) + NOT_A_NUMBER * (n_missing > 0)
+    return FRACTIONS * (n_fractions > 0) + NEGATIVE * (n_negative > 0)
 
 
 @kernel

@@ -112,8 +112,8 @@ def highly_variable_genes(
         kinds |= kernels.kinds_of(rows.values)
 
     moments = moments_of(source, batches, check, _SCORE_BYTES)
-    if kinds & kernels.NOT_A_NUMBER:
-        raise InputError(f"{source.label} has missing values (NaN), so variances are undefined; fill the values first")
+    if not np.isfinite(moments.sum).all():
+        raise InputError(f"{source.label} has NaN or infinite values, so variances are undefined; fill them first")
     if kinds & kernels.NEGATIVE:
         raise InputError(f"{source.label} has values below 0 instead of counts; give the layer of counts with layer=")
     if kinds & kernels.FRACTIONS:

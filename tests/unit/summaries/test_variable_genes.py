@@ -109,12 +109,13 @@ def test_what_cannot_be_compared_is_refused(caplog):
     with pytest.raises(InputError, match="batch.* 10 "):
         dasksc.highly_variable_genes(adata, 50, batch_key="gaps")
     pytest.importorskip("skmisc")
-    missing, below, fractions = adata.copy(), adata.copy(), adata.copy()
-    missing.X.data[5], below.X.data[5], fractions.X.data[5] = np.nan, -1, 0.5
-    with pytest.raises(InputError, match="NaN"):
-        dasksc.highly_variable_genes(missing, 50)
-    with pytest.raises(InputError, match="below 0"):
-        dasksc.highly_variable_genes(below, 50)
+    for value, fact in ((np.nan, "NaN"), (np.inf, "infinite"), (-1, "below 0")):
+        wrong = adata.copy()
+        wrong.X.data[5] = value
+        with pytest.raises(InputError, match=fact):
+            dasksc.highly_variable_genes(wrong, 50)
+    fractions = adata.copy()
+    fractions.X.data[5] = 0.5
     with caplog.at_level(logging.WARNING, "dasksc.summaries"):
         dasksc.highly_variable_genes(adata, 50)
         assert not caplog.records
