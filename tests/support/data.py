@@ -209,14 +209,12 @@ def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:
             adata.write_zarr(path)
 
 
-def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
-    """Zip a store; `metadata` is the compression method of files that are not chunks."""
+def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED) -> Path:
     archive = store.with_suffix(".zarr.zip")
-    with zipfile.ZipFile(archive, "w") as file:
+    with zipfile.ZipFile(archive, "w", method) as file:
         for one in sorted(store.rglob("*")):
             if one.is_file():
-                is_chunk = one.suffix != ".json" and not one.name.startswith(".z")
-                file.write(one, prefix + str(one.relative_to(store)), method if is_chunk else metadata or method)
+                file.write(one, one.relative_to(store))
     return archive
 
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import anndata
 import h5py
@@ -16,7 +15,7 @@ import pytest
 import scipy.sparse as sp
 
 from tests.support.data import write_store
-from tests.support.programs import PROGRAMS, run
+from tests.support.programs import ROOT, ended
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("projection")]
 
@@ -57,16 +56,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reports(files: dict[str, Path]) -> list[dict[str, Any]]:
-    """Reports of benchmarks/memory.py for each case."""
-    cases = [["--atlas", str(files[name]), "--fetch", str(FETCH), "--epochs", "2", *more] for name, more, _ in CASES]
-    printed = run([sys.executable, PROGRAMS / "projections.py", json.dumps(cases)])
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped pages")
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name} {' '.join(more)}" for name, more, _ in CASES])
-def test_the_peak_of_anonymous_memory_is_below_the_projection(reports: list[dict[str, Any]], number: int) -> None:
-    report, least = reports[number], CASES[number][2]
+@pytest.mark.parametrize(("name", "more", "least"), CASES, ids=str)
+def test_the_peak_of_anonymous_memory_is_below_the_projection(
+    files: dict[str, Path], name: str, more: list[str], least: float
+) -> None:
+    program = [sys.executable, ROOT / "benchmarks" / "memory.py", "--atlas", files[name], "--fetch", FETCH]
+    done = ended([*program, "--epochs", 2, *more], is_preloaded=True)
+    report = json.loads(done.stdout.splitlines()[-1])
     assert least <= max(report["peaks"]) <= report["projected"], report
