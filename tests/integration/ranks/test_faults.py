@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,21 +15,12 @@ from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
 from tests.support.data import make_adata, write_store
-from tests.support.programs import PROGRAMS, ROOT
-
-PROGRAM = PROGRAMS / "ddp_faults.py"
-N_OBS = 203
-# Longer than the 20 s timeout of the process group plus the start of three processes.
-PATIENCE_S = 600
+from tests.support.programs import PROGRAMS, ended
 
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 # Rank 0 hosts the store, which ends with it, so a kill of either rank is tested. A rank that raises an error, unlike a
@@ -39,38 +30,25 @@ def test_without_a_launcher_that_watches_the_other_rank_ends_too(how, whom):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, how, str(whom)],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    command = [sys.executable, PROGRAMS / "ddp_faults.py", how, whom]
+    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(lambda rank: ended(command, RANK=rank, **shared), range(2)))
     assert all(rank.returncode != 0 for rank in ranks)
-    assert not any("finished" in out for out, _ in printed)
+    assert not any("finished" in rank.stdout for rank in ranks)
     if how == "raise":
-        assert "ZeroDivisionError: mine" in printed[whom][1]
-        assert f"in batch 3 of 63 (epoch 0, rank {whom} of 2)" in printed[whom][1]
+        assert "ZeroDivisionError: mine" in ranks[whom].stderr
+        assert f"in batch 3 of 63 (epoch 0, rank {whom} of 2)" in ranks[whom].stderr
     else:
         assert ranks[whom].returncode == -signal.SIGKILL
     # The other rank reports the error of its collective, not one from closing the data set.
-    last = printed[1 - whom][1].strip().splitlines()[-1]
-    assert "Error" in printed[1 - whom][1], last
-    assert "all_reduce" in printed[1 - whom][1]
+    assert "Error" in ranks[1 - whom].stderr
+    assert "all_reduce" in ranks[1 - whom].stderr
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+    return write_store(make_adata(203), tmp_path_factory.mktemp("atlas"), "h5ad")
 
 
 # A worker that is killed while it transfers a tensor may leave a socket of torch's queue open.
@@ -137,13 +115,7 @@ print(n_interrupted)
 
 @pytest.mark.parametrize("what", ["matrices", "hooks"])
 def test_interrupts_at_any_moment_stop_the_threads_and_leave_the_data_set_usable(path, what):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(path), what],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = ended([sys.executable, "-c", INTERRUPTED, path, what])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "30\n"
     assert done.stderr == ""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
+from dasksc.memory.limits import own_bytes
 
 pytestmark = pytest.mark.faults
-
-
-def anonymous_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
 
 
 def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(atlas_of):
@@ -28,7 +23,7 @@ def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(a
         assert sorted(row for batch in batches for row in batch) == list(range(n_obs))
         epochs.add(tuple(batches))
         n_files.append(len(os.listdir("/proc/self/fd")))
-        held.append(anonymous_bytes())
+        held.append(own_bytes())
     assert len(epochs) == 30
     # Workers that are still ending may hold pipes for a while, whereas a leak persists.
     assert min(n_files[20:]) <= min(n_files[5:15])
