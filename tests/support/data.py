@@ -28,6 +28,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import dasksc
+from dasksc.storage import Matrix
 
 FORMATS = ("h5ad", "zarr2", "zarr3")
 LAYOUTS = ("csr", "dense")
@@ -221,6 +222,13 @@ def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED) -> Path:
 def dense(values: Any) -> NDArray[Any]:
     """Return any matrix as an ndarray, for comparison of values."""
     return values.toarray() if sp.issparse(values) else np.asarray(values)
+
+
+def rows_of(matrix: Matrix, rows: Any) -> NDArray[Any]:
+    """Return rows of a matrix as an ndarray, from a fetch of these rows."""
+    out = np.full((len(rows), matrix.shape[1]), 7).astype(matrix.dtype)
+    matrix.fetch(np.asarray(rows)).gather(np.arange(len(rows)), out=out)
+    return out
 
 
 def computed(array: Any) -> Any:

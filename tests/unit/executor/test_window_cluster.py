@@ -91,20 +91,6 @@ def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
     assert eventually(lambda: nothing_is_left(two_process_client))
 
 
-def test_an_active_client_is_found_and_daskconfig_goes_before_it(
-    in_process_client: distributed.Client,
-) -> None:
-    with in_process_client.as_current():
-        scheduler = resolve_scheduler(None)
-        assert scheduler.client is in_process_client
-        assert scheduler.in_process
-        with dask.config.set(scheduler="synchronous"):
-            assert resolve_scheduler(None).kind == "synchronous"
-        with dask.config.set(scheduler="threads"):
-            assert resolve_scheduler(None).kind == "threads"
-    assert resolve_scheduler(scheduler).client is in_process_client
-
-
 def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: distributed.Client) -> None:
     def epoch() -> tuple[str, int]:
         window = Window(double, range(5), name="w", depth=2)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import RowBuffer, open_matrix
+from dasksc.storage import RowBuffer, files, open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.files import can_map
 from dasksc.storage.hdf5 import layout as hdf5_layout
@@ -282,14 +282,18 @@ def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_pa
             dense[4 * chunk : 4 * chunk + 4] = values[4 * chunk : 4 * chunk + 4]
             data[7 * chunk : 7 * chunk + 7] = values.ravel()[7 * chunk : 7 * chunk + 7]
             file.flush()
-            file[f"between/{chunk}"] = np.zeros(11)
+            file[f"between/{chunk}"] = np.zeros(1100)  # more than a page
     with h5py.File(tmp_path / "x.h5ad") as file:
         expected = {"X": file["X"][...], "layers/csr": file["layers/csr/data"][...].reshape(40, 3)}
     assert (expected["X"] == -7).any()
-    for key, twin in expected.items():
-        for use_mmap in (True, False):
-            fetched = open_matrix(tmp_path / "x.h5ad", key, use_mmap=use_mmap).fetch(np.arange(40))
-            np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), twin)
+    # Unmapped, files whose pages are not cached are read directly, here with two ranges a read.
+    direct = mock.patch.multiple(files, _SHORT_BYTES=0, _PART_RANGES=2, _seem_cached=lambda *_: False)
+    for use_mmap in (True, False, "auto"):
+        for key, twin in expected.items():
+            for rows in (np.arange(40), np.arange(1, 40, 5)):
+                with direct, files.mapping(is_allowed=False):
+                    fetched = open_matrix(tmp_path / "x.h5ad", key, use_mmap=use_mmap).fetch(rows)
+                np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), twin[rows])
 
 
 def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -> None:
