@@ -258,9 +258,7 @@ def same(one: ad.AnnData, other: ad.AnnData) -> None:
 
 def batches(data: Any, **options: Any) -> list[NDArray[Any]]:
     """Read one epoch of shuffled batches of X on one rank."""
-    dataset = dasksc.scDataset(
-        data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1, **options
-    )
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, **options)
     return [batch.numpy().copy() for batch in dataset]
 
 

@@ -19,7 +19,6 @@ from tests.support.programs import PROGRAMS, ended
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 
 

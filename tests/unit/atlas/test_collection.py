@@ -39,8 +39,7 @@ from tests.support.data import (
 )
 from tests.support.recorders import recorded_reads
 
-# AnnData 0.13 sets this deprecated pandas option when it subsets.
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
+pytestmark = pytest.mark.core
 
 
 def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:

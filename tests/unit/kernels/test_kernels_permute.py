@@ -1,8 +1,4 @@
-"""Keyed random generator and permutations.
-
-Statistical tests use fixed keys and are therefore deterministic; `ERROR` is the probability that a
-perfect generator fails one of them.
-"""
+"""Keyed random generator and permutations."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from tests.support import twins
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4
 KEYS = st.integers(0, 2**64 - 1)
 SIZES = [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025]
 NO_TABLE = np.empty(0, dtype=np.int64)
@@ -45,7 +40,7 @@ def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> 
 
 
 def assert_uniform(counts: Any, expected: Any = None) -> None:
-    assert stats.chisquare(counts, expected).pvalue > ERROR
+    assert stats.chisquare(counts, expected).pvalue > twins.ERROR
 
 
 def test_bits_are_those_of_splitmix64() -> None:
@@ -131,4 +126,4 @@ def test_every_cell_is_as_likely_at_every_place(n: int, block_size: int, table: 
         counts[np.arange(n), order_of(key, n, block_size, table=table)] += 1
     # Positions within one order are not independent, so each is tested separately.
     pvalues = [stats.chisquare(place).pvalue for place in counts]
-    assert min(pvalues) > ERROR / n
+    assert min(pvalues) > twins.ERROR / n

@@ -27,7 +27,6 @@ from tests.support.recorders import recorded_reads
 
 pytestmark = [
     pytest.mark.core,
-    pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated"),
     pytest.mark.filterwarnings("ignore:Some cells have zero counts"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
 ]
