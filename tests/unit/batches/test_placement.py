@@ -18,7 +18,7 @@ from dasksc import InputError, MultiIndexable
 from dasksc.batches.batch import Batch
 from dasksc.batches.placement import Placement
 from dasksc.storage import buffers
-from tests.support.screens import N, screen, sets
+from tests.support.sets import N, screened, sets
 
 pytestmark = pytest.mark.core
 
@@ -39,7 +39,7 @@ TYPES = {
 @pytest.fixture(scope="module")
 def adata() -> ad.AnnData:
     """Return counts with a dense layer, negative zeros, rows of unsorted columns, and repeated names of genes."""
-    adata = screen()
+    adata = screened()
     adata.X = sp.csr_matrix((np.ceil(adata.X.data * 200), adata.X.indices, adata.X.indptr), adata.X.shape)
     adata.X.data[::50] = -0.0
     for row in range(0, N, 7):

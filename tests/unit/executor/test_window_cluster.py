@@ -6,6 +6,8 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -16,6 +18,7 @@ import pytest
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
+from tests.support.programs import ended
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.programs
@@ -137,3 +140,66 @@ def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distrib
     child.start()
     child.join(60)
     assert child.exitcode == 0
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    prelude = (
+        "import threading, time\n"
+        "from dasksc.executor.window import Window\n"
+        "def cluster(protocol):\n"
+        "    import distributed\n"
+        "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=False,\n"
+        '                              protocol=protocol, dashboard_address=":0")\n'
+        "def slow(k):\n"
+        "    time.sleep(0.05)\n"
+        "    return k\n"
+    )
+    return ended([sys.executable, "-W", "error", "-c", prelude + script])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "keep"),
+    [
+        ("'threads'", "window"),
+        ("'threads'", "iterator in a generator"),
+        ("cluster('inproc')", "window"),
+        ("cluster('tcp')", "iterator in a generator"),
+    ],
+)
+def test_the_interpreter_can_exit_in_the_middle_of_an_epoch(scheduler: str, keep: str) -> None:
+    done = run_script(
+        f"""
+def loop(window):
+    with window:
+        yield from window
+if __name__ == "__main__":
+    scheduler = {scheduler}
+    window = Window(slow, range(1000), name="w", depth=6, scheduler=scheduler)
+    if {keep != "window"}:
+        window = loop(window)
+    print(next(window), next(window))
+"""
+    )
+    if "cluster" not in scheduler:  # Dask may log that it has cancelled a fetch
+        assert done.stderr == ""
+    assert done.stdout == "(0, 0) (1, 1)\n"
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("scheduler", ["'threads'", "cluster('inproc')"])
+def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str) -> None:
+    # The executors of Python, and of an in-process Dask scheduler, end with the main thread.
+    done = run_script(
+        f"""
+def consume():
+    try:
+        print(len(list(window)))
+    except Exception as error:
+        print(type(error).__name__)
+if __name__ == "__main__":
+    window = Window(slow, range(20), name="w", depth=2, scheduler={scheduler})
+    threading.Thread(target=consume).start()
+"""
+    )
+    assert done.stdout in ("20\n", "FetchError\n")
+    assert done.returncode == 0
