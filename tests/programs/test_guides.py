@@ -88,11 +88,6 @@ def test_commands_print_what_the_page_shows(tmp_path):
     assert not differing, "\n".join(differing)
 
 
-@pytest.fixture(scope="session")
-def atlas(atlas_of) -> Path:
-    return atlas_of(2_000, 300)
-
-
 def printed_by_python_of(page: Path, folder: Path, atlas: Path) -> str:
     """Run the Python blocks of a page as one program in a folder with a copy of an atlas; return its output."""
     shutil.copyfile(atlas, folder / "atlas.h5ad")
@@ -105,8 +100,8 @@ def printed_by_python_of(page: Path, folder: Path, atlas: Path) -> str:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get_started.md"])
-def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_path, atlas):
-    printed = printed_by_python_of(ROOT / page, tmp_path, atlas)
+def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_path, atlas_of):
+    printed = printed_by_python_of(ROOT / page, tmp_path, atlas_of(2_000, 300))
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses[-1] < losses[0] / 1.5
     masked = [re.sub(r"(?:loss|value) [\d.]+|[\d.]+%", "", text) for text in (printed, shown(ROOT / page))]
@@ -131,6 +126,6 @@ def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environme
 
 
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)
-def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
+def test_programs_of_other_pages_run_too(page, tmp_path, atlas_of):
     prints = any("print(" in block[2] for block in blocks(page, "python"))
-    assert bool(printed_by_python_of(page, tmp_path, atlas)) == prints
+    assert bool(printed_by_python_of(page, tmp_path, atlas_of(2_000, 300))) == prints

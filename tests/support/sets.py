@@ -47,9 +47,9 @@ def plan_of(sampler: SetSampler, sets_of_batch: int = 2, **options: Any) -> Epoc
     return EpochPlan(sampler=sampler, batch_size=sets_of_batch * sampler.set_size, fetch_factor=3, **options)
 
 
-def sets_of(plan: EpochPlan, first_batch: int = 0) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the group, rows and control rows of each set that a rank yields, from a given batch on."""
-    for i in range(first_batch, plan.n_batches):
+def sets_of(plan: EpochPlan) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the group, rows and control rows of each set that a rank yields."""
+    for i in range(plan.n_batches):
         fetch = plan.fetch(i // plan.fetch_factor)
         at = i % plan.fetch_factor
         size = cast(SetSampler, plan.sampler).set_size

@@ -391,20 +391,14 @@ def test_looking_changes_nothing(path, monkeypatch):
         assert [batch.index.tolist() for batch in one] == expected
 
 
-def shards_of(module):
-    def shards(dataset):
-        shard = pytest.importorskip(module).IterableDatasetShard
-        return shard(dataset, batch_size=1, num_processes=2, process_index=0)
-
-    return shards
-
-
-@pytest.mark.parametrize("shards", [shards_of("accelerate.data_loader"), shards_of("transformers.trainer_pt_utils")])
-def test_wrappers_that_share_the_batches_once_more_are_refused(path, shards):
+@pytest.mark.parametrize("module", ["accelerate.data_loader", "transformers.trainer_pt_utils"])
+def test_wrappers_that_share_the_batches_once_more_are_refused(path, module):
+    shard = pytest.importorskip(module).IterableDatasetShard
+    options = {"batch_size": 1, "num_processes": 2, "process_index": 0}
     with pytest.raises(dasksc.InputError, match="world_size=1"):
-        next(iter(shards(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0))))
+        next(iter(shard(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0), **options)))
     whole = dasksc.scDataset(path, dasksc.Streaming(), 8, rank=0, world_size=1)
-    assert torch.equal(next(iter(shards(whole))), next(iter(whole)))
+    assert torch.equal(next(iter(shard(whole, **options))), next(iter(whole)))
 
 
 @pytest.mark.parametrize("n_workers", [0, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,15 +49,6 @@ def slow_readers() -> Iterator[None]:
 
     with mock.patch.object(hdf5_layout, "direct_array", refuse), mock.patch.object(local_zarr, "direct_array", refuse):
         yield
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp())
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
 
 
 class Random:
@@ -220,9 +210,9 @@ def write(path: Path, random: Random, codecs: dict[str, Any], chunk: int | None 
 def test_any_store_reads_as_through_its_library(
     random: Random, codecs: dict[str, Any], chunk: int | None, shard: int, use_mmap: bool, seed: int
 ) -> None:
-    with folder() as path:
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            store = write(path, random, codecs, chunk if codecs in H5_FILTERS else chunk or 10, shard)
+            store = write(Path(folder), random, codecs, chunk if codecs in H5_FILTERS else chunk or 10, shard)
         except ValueError as error:  # numcodecs can shuffle only whole elements
             if "Shuffle buffer" not in str(error):
                 raise
