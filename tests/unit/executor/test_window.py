@@ -268,13 +268,9 @@ def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:
     assert default_threads(local_world_size=10 * n, n_workers=3) == 1
 
 
-def part(i: int) -> FetchedMatrices:
-    return FetchedMatrices({"X": as_matrix(np.full((2, 3), i), "m").fetch(np.arange(2))})
-
-
 def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for(any_scheduler: Any) -> None:
     def fetch(k: int) -> FetchedMatrices:
-        return part(fail_at_5(k))
+        return FetchedMatrices({"X": as_matrix(np.full((2, 3), fail_at_5(k)), "m").fetch(np.arange(2))})
 
     with Window(fetch, range(9), name="w", depth=4, scheduler=any_scheduler) as window:
         results = iter(AssembledFetches(window, 3))
