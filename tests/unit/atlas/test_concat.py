@@ -288,7 +288,6 @@ def test_fetches_of_several_pickle_and_join(three: list[Path]) -> None:
         ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0'"),
         ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "fill_value=0"),
         (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value="),
-        ([atlas(0, 3), atlas(1, 3, GENES[[0, 0, 1]])], {}, InputError, r"\['gene0'\]"),
     ],
     ids=str,
 )
@@ -297,6 +296,11 @@ def test_incompatible_atlases_and_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         dasksc.open(data, **options)
+
+
+def test_variables_that_repeat_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\['gene0'\]"):
+        dasksc.open([atlas(0, 3), atlas(1, 3, GENES[[0, 0, 1]])])
 
 
 def test_many_files_are_opened_and_read_without_keeping_them_open(
