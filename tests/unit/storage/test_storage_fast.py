@@ -15,7 +15,7 @@ import numcodecs
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
@@ -194,6 +194,13 @@ def write(path: Path, random: Random, codecs: dict[str, Any], chunk: int | None 
     return path / "x.zarr"
 
 
+BOOLEANS = Random(shape=(60, 23), dtype="bool", index_dtype="uint16", seed=0)
+
+
+# Chunks of ones are never written, and the values that a matrix of booleans stores are ones.
+@example(random=BOOLEANS, codecs=V3_CODECS[2], chunk=3, shard=1, use_mmap=True, seed=0)
+@example(random=BOOLEANS, codecs=V3_CODECS[2], chunk=3, shard=3, use_mmap=False, seed=0)
+@example(random=BOOLEANS, codecs=V3_CODECS[0], chunk=3, shard=1, use_mmap=False, seed=0)
 @given(
     random=randoms,
     codecs=st.sampled_from([*H5_FILTERS, *V2_CODECS, *V3_CODECS]),
