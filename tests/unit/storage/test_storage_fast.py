@@ -261,23 +261,26 @@ def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks
     assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
 
 
-def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_path: Path) -> None:
-    values = np.arange(120, dtype=np.float32).reshape(40, 3)
+# Chunks that are smaller and larger than a page.
+@pytest.mark.parametrize("n_vars", [3, 1200])
+def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(n_vars: int, tmp_path: Path) -> None:
+    values = np.arange(40 * n_vars, dtype=np.float32).reshape(40, n_vars)
+    length = 7 * n_vars // 3
     with h5py.File(tmp_path / "x.h5ad", "w") as file:
-        dense = file.create_dataset("X", (40, 3), "float32", chunks=(4, 3), fillvalue=-7)
+        dense = file.create_dataset("X", values.shape, "float32", chunks=(4, n_vars), fillvalue=-7)
         group = file.create_group("layers/csr")
-        group.attrs.update({"encoding-type": "csr_matrix", "shape": (40, 3)})
-        data = group.create_dataset("data", (120,), "float32", chunks=(7,), fillvalue=-7)
-        group["indices"] = np.tile(np.arange(3), 40)
-        group["indptr"] = np.arange(41) * 3
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": values.shape})
+        data = group.create_dataset("data", (values.size,), "float32", chunks=(length,), fillvalue=-7)
+        group["indices"] = np.tile(np.arange(n_vars), 40)
+        group["indptr"] = np.arange(41) * n_vars
         # Write chunks out of order with other data between them, and leave some unwritten.
         for chunk in (5, 2, 9, 3, 0):
             dense[4 * chunk : 4 * chunk + 4] = values[4 * chunk : 4 * chunk + 4]
-            data[7 * chunk : 7 * chunk + 7] = values.ravel()[7 * chunk : 7 * chunk + 7]
+            data[length * chunk : length * (chunk + 1)] = values.ravel()[length * chunk : length * (chunk + 1)]
             file.flush()
-            file[f"between/{chunk}"] = np.zeros(1100)  # more than a page
+            file[f"between/{chunk}"] = np.zeros(4 * n_vars)
     with h5py.File(tmp_path / "x.h5ad") as file:
-        expected = {"X": file["X"][...], "layers/csr": file["layers/csr/data"][...].reshape(40, 3)}
+        expected = {"X": file["X"][...], "layers/csr": file["layers/csr/data"][...].reshape(40, n_vars)}
     assert (expected["X"] == -7).any()
     # Unmapped, files whose pages are not cached are read directly, here with two ranges a read.
     direct = mock.patch.multiple(files, _SHORT_BYTES=0, _PART_RANGES=2, _seem_cached=lambda *_: False)
