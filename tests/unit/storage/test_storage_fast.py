@@ -194,7 +194,7 @@ def write(path: Path, random: Random, codecs: dict[str, Any], chunk: int | None 
     return path / "x.zarr"
 
 
-BOOLEANS = Random(shape=(60, 23), dtype="bool", index_dtype="uint16", seed=0)
+BOOLEANS = Random(shape=(7, 5), dtype="bool", index_dtype="uint16", seed=0)
 
 
 # Chunks of ones are never written, and the values that a matrix of booleans stores are ones.
