@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import dask
 import pytest
@@ -126,31 +126,29 @@ IDLE = {
 }
 
 
-@pytest.fixture(scope="session")
-def in_process_cluster() -> Iterator[distributed.LocalCluster]:
-    """Start a Dask cluster whose worker has four threads in this process."""
+@contextlib.contextmanager
+def _cluster(**options: Any) -> Iterator[distributed.LocalCluster]:
     # Importing distributed before the tests would hide its log records from caplog.
     import distributed
 
-    # No memory limit: this process also holds the memory of the tests, which must not pause the worker.
     with dask.config.set(IDLE):
-        cluster = distributed.LocalCluster(
-            n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
-        )
+        cluster = distributed.LocalCluster(**options, **LOOPBACK)
     with cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def in_process_cluster() -> Iterator[distributed.LocalCluster]:
+    """Start a Dask cluster whose worker has four threads in this process."""
+    # No memory limit: this process also holds the memory of the tests, which must not pause the worker.
+    with _cluster(n_workers=1, threads_per_worker=4, processes=False, memory_limit=0) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def two_process_cluster() -> Iterator[distributed.LocalCluster]:
     """Start a Dask cluster of two workers, each a process with one thread."""
-    import distributed
-
-    with dask.config.set(IDLE):
-        cluster = distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1", **LOOPBACK
-        )
-    with cluster:
+    with _cluster(n_workers=2, threads_per_worker=1, processes=True, host="127.0.0.1") as cluster:
         yield cluster
 
 

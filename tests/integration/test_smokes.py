@@ -25,7 +25,6 @@ from tests.support.training import alone, assert_same, changed, training
 pytestmark = [
     pytest.mark.core,
     pytest.mark.xdist_group("torchrun"),
-    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 
 

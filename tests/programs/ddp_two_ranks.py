@@ -1,7 +1,7 @@
-"""Under torchrun: train and predict on two ranks: ``ddp_two_ranks.py IN OUT.json OUT.zarr``.
+"""Under torchrun: train and predict on two ranks: ``ddp_two_ranks.py IN OUT.json DDP.zarr FSDP.zarr``.
 
 The ranks print their number, train two DDP epochs over rows that two ranks cannot share equally, write the rows that
-they read, and predict the atlas into a store. Finally, only one rank reads a batch.
+they read, and predict the atlas with DDP and with FSDP. Finally, only one rank reads a batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
@@ -28,7 +29,19 @@ def tell(when: str) -> None:
     print(f"{when}: rank {world.rank} of {world.world_size} from {world.source}", flush=True)
 
 
-path, out, predictions = sys.argv[1:4]
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
+
+    def embed(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(batch))
+
+    forward = embed
+
+
+path, out, *predictions = sys.argv[1:]
 tell("before")
 dist.init_process_group("gloo")
 tell("after")
@@ -53,18 +66,23 @@ if rank == 0:
     with open(out, "w") as file:
         json.dump(gathered, file)
 
-torch.manual_seed(0)
-layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
-model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
+sharded = Model().train()
+for part in (sharded.first, sharded):
+    fully_shard(part)
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
-# Units of work have 16 rows here, so that each rank predicts many of the 64 units.
-with mock.patch.object(store, "_LEAST_ROWS", 16):
-    report = dasksc.predict(model, dataset, predictions)
-    # When `predict` returns, every rank can read the key obsm/X_emb of the store.
-    there = dasksc.open(path, attach={"obsm/X_emb": predictions}).obsm["X_emb"].shape
-    print(f"rank {rank} predicted {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
-    again = dasksc.predict(model, dataset, predictions).n_predicted
-    print(f"rank {rank} again: {again}, training {model.training, model.module.training}", flush=True)
+models = DistributedDataParallel(Model()).train(), sharded.embed
+for model, there in zip(models, predictions, strict=True):
+    # Units of work have 16 rows here, so that each rank predicts many of the 64 units. The last unit has a row and thus
+    # a batch less than the others.
+    with mock.patch.multiple(store, _LEAST_ROWS=16, _MOST_ROWS=16):
+        report = dasksc.predict(model, dataset, there)
+        # When `predict` returns, every rank can read the key obsm/X_emb of the store.
+        shape = dasksc.open(path, attach={"obsm/X_emb": there}).obsm["X_emb"].shape
+        print(f"rank {rank} predicted {report.n_predicted} cells, {report.is_complete}, {shape}", flush=True)
+        again = dasksc.predict(model, dataset, there).n_predicted
+    # The model, and the module in DDP, return to their previous mode.
+    modules = [part.training for part in getattr(model, "__self__", model).modules()]
+    print(f"rank {rank} again: {again}, training {all(modules)}", flush=True)
 
 # Rank 0 alone reads a batch before the epoch. Each rank then prints its error, or that it finished.
 dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)

@@ -1,11 +1,15 @@
-"""Guides and the page of commands: their blocks run in an empty folder and print the output shown."""
+"""Guides, the page of commands, README.md and other pages: their blocks run, and print the output shown."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
+import shutil
+import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -13,11 +17,19 @@ import pytest
 from tests.support import guides
 from tests.support.commands import run_command
 from tests.support.guides import comparable
-from tests.support.programs import ROOT, blocks, run
+from tests.support.programs import ROOT, blocks, ended, run
 
 pytestmark = pytest.mark.programs
 
-PAGES = [page for page in guides.PAGES if "```python" in page.read_text()]
+GUIDES = [page for page in guides.PAGES if blocks(page, "python")]
+# docs/tutorials/record.py runs the recorded tutorial.
+ELSEWHERE = (*guides.PAGES, ROOT / "docs" / "get_started.md", ROOT / "docs" / "tutorials" / "larger_than_memory.md")
+OTHERS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if blocks(page, "python") and page not in ELSEWHERE]
+
+
+def shown(page: Path) -> str:
+    """Return the output that a page shows."""
+    return "".join(block[2] for block in blocks(page, "text"))
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +53,13 @@ def test_guides_run_with_the_wheel(installed, tmp_path):
     assert done.stdout.strip() == str(installed / "site" / "dasksc" / "__init__.py")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_a_guide_prints_what_it_shows(page, installed, tmp_path):
     missing = guides.missing_of(page.read_text())
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     printed = guides.printed_by(page, tmp_path, installed / "site", installed / "demo")
-    assert comparable(printed) == comparable("".join(block[2] for block in blocks(page, "text"))), printed
+    assert comparable(printed) == comparable(shown(page)), printed
 
 
 PAGE = ROOT / "docs" / "reference" / "cli.md"
@@ -74,3 +86,46 @@ def test_commands_print_what_the_page_shows(tmp_path):
             names.append(name)
     assert len(names) == 8
     assert not differing, "\n".join(differing)
+
+
+def printed_by_python_of(page: Path, folder: Path, atlas: Path) -> str:
+    """Run the Python blocks of a page as one program in a folder with a copy of an atlas; return its output."""
+    shutil.copyfile(atlas, folder / "atlas.h5ad")
+    program = folder / f"{page.stem}.py"
+    program.write_text(guides.program_of(page.read_text(), has_commands=False))
+    done = ended([sys.executable, program.name], cwd=folder, is_preloaded=True)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/get_started.md"])
+def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_path, atlas_of):
+    printed = printed_by_python_of(ROOT / page, tmp_path, atlas_of(2_000, 300))
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.MULTILINE)]
+    assert losses[-1] < losses[0] / 1.5
+    masked = [re.sub(r"(?:loss|value) [\d.]+|[\d.]+%", "", text) for text in (printed, shown(ROOT / page))]
+    assert comparable(masked[0]) == comparable(masked[1])
+
+
+def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environment(tmp_path):
+    command = shlex.split(blocks(ROOT / "README.md", "bash")[0][2])
+    venv.create(tmp_path / "empty", with_pip=True)
+    programs = tmp_path / "empty" / "bin"
+    # The constraints keep the CPU build of torch, where one is found, and pip's cache has the packages of CI.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": f"{programs}:/usr/bin:/bin", "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    environment |= {"PIP_NO_COMPILE": "1"}
+    for words, folder in ((command, ROOT), (["dasksc", "demo-data", "demo"], tmp_path)):
+        done = subprocess.run(
+            [programs / words[0], *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (tmp_path / "demo" / "atlas.h5ad").is_file()
+    shutil.rmtree(tmp_path / "empty")  # more than a gigabyte
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)
+def test_programs_of_other_pages_run_too(page, tmp_path, atlas_of):
+    prints = any("print(" in block[2] for block in blocks(page, "python"))
+    assert bool(printed_by_python_of(page, tmp_path, atlas_of(2_000, 300))) == prints

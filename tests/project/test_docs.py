@@ -1,19 +1,30 @@
-"""Tests that all names in the pages of docs/ exist."""
+"""Pages of docs/, and docstrings: their names exist, their lists are complete, and examples print the output shown."""
 
 from __future__ import annotations
 
+import contextlib
+import doctest
 import importlib
-import importlib.util
+import inspect
+import os
+import pkgutil
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import dasksc.datasets
 import dasksc.errors
-from tests.support.programs import BLOCK, ROOT
+from tests.support.programs import BLOCK, ROOT, blocks
 
 pytestmark = pytest.mark.programs
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+REFERENCE = ROOT / "docs" / "reference"
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 # docs/tutorials/record.py runs the tutorial that needs a memory limit, and the site shows the output that the script
 # recorded.
@@ -38,20 +49,11 @@ def test_every_dotted_name_of_a_page_can_be_imported(page):
     for name in sorted(set(re.findall(r"`(dasksc(?:\.\w+)+)`", page.read_text()))):
         if name.startswith("dasksc.integrations.lightning"):
             pytest.importorskip("lightning")
-        module, found = name, []
-        while True:
-            try:
-                value = importlib.import_module(module)
-                break
-            except ModuleNotFoundError:
-                module, _, last = module.rpartition(".")
-                found.insert(0, last)
-        for part in found:
-            value = getattr(value, part)
+        pkgutil.resolve_name(name)
 
 
 def test_the_reference_has_every_public_name():
-    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    text = (REFERENCE / "api.md").read_text()
     listed = set(re.findall(r"^   dasksc\.(\w+)$", text, re.MULTILINE)) | set(dasksc.errors.__all__)
     assert set(dasksc.__all__) - listed == {"datasets", "experimental", "readers", "tokens", "transforms"}
 
@@ -75,3 +77,119 @@ def test_a_recorded_tutorial_has_the_programs_of_its_record_and_shows_all_of_the
     assert numbers
     pictures = {path.name for path in RECORDS[page].parent.glob(f"{page.stem}-*.png")}
     assert pictures == set(re.findall(r"\]\(recorded/(\S+\.png)\)", text))
+
+
+MODULES = (
+    *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
+    *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module"),
+)
+
+
+def public_things(module_name: str) -> dict[str, Any]:
+    """Return the public functions and classes of a module, except exceptions, by name."""
+    module = importlib.import_module(module_name)
+    things = {name: getattr(module, name) for name in module.__all__}
+    return {
+        name: thing
+        for name, thing in things.items()
+        if callable(thing) and not (inspect.isclass(thing) and issubclass(thing, Exception))
+    }
+
+
+def has_example(text: str | None) -> bool:
+    """Return True if a docstring ends with a section of examples that contains code."""
+    _, heading, code = inspect.cleandoc(text or "").rpartition("Examples\n--------\n")
+    return bool(heading) and ">>> " in code
+
+
+def failures_of(code: str, name: str) -> str:
+    """Run the examples of a docstring or page in the working directory; return the doctest reports of failures.
+
+    ``dasksc`` is imported. ``...`` in an output stands for any text. Messages of exceptions are not compared.
+    """
+    test = doctest.DocTestParser().get_doctest(code, {"dasksc": dasksc}, name, None, 0)
+    assert test.examples, name
+    reports: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+    runner = doctest.DocTestRunner(optionflags=flags)
+    runner.run(test, out=reports.append)
+    return "".join(reports)
+
+
+@contextlib.contextmanager
+def demo_folder(demo: Path, folder: Path) -> Iterator[None]:
+    """Make `folder` the working directory, with links to the files in `demo`."""
+    shutil.copytree(demo, folder, copy_function=os.link)
+    with contextlib.chdir(folder):
+        yield
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples") / "demo"
+    dasksc.datasets.demo_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_examples_that_print_what_they_show(module, demo, tmp_path):
+    things, reports = public_things(module), ""
+    assert things
+    for name, thing in things.items():
+        assert has_example(thing.__doc__), name
+        if module == "dasksc.experimental" or (module == "dasksc.transforms" and name in dasksc.__all__):
+            continue  # same name as in dasksc
+        with demo_folder(demo, tmp_path / name):
+            reports += failures_of(thing.__doc__, f"{module}.{name}")
+    assert not reports, reports
+
+
+TRAINERS = {
+    "lightning": ("dasksc.integrations.lightning", "scDataModule"),
+    "scvi": ("dasksc.integrations.scvi", "SCVIDataModule"),
+    "transformers": ("dasksc.integrations.transformers", "scTrainer"),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("library", TRAINERS)
+def test_examples_of_names_that_need_a_trainer_print_what_they_show(library, demo, tmp_path):
+    pytest.importorskip(library)
+    module, name = TRAINERS[library]
+    thing = getattr(importlib.import_module(module), name)
+    assert has_example(thing.__doc__)
+    with demo_folder(demo, tmp_path / name):
+        assert not failures_of(thing.__doc__, name)
+
+
+def test_options_of_a_data_set_are_those_of_its_signature():
+    options = set(inspect.signature(dasksc.scDataset).parameters)
+    module = set(inspect.signature(public_things("dasksc.integrations.data_module")["DataModule"]).parameters)
+    assert options - module == {"strategy", "rank", "world_size"}
+    predict = inspect.signature(dasksc.predict).parameters
+    unused = {"strategy", "filter", "drop_last", "equal_ranks", "label_key", "seed", "return_index", "data_collection"}
+    unused |= {"expand"}  # "auto"
+    assert options - set(predict) == unused
+    assert predict["batch_size"].default == 1024
+
+
+def test_every_key_of_the_configuration_is_listed_with_its_default():
+    keys = yaml.safe_load((ROOT / "dasksc" / "dasksc.yaml").read_text())["dasksc"]
+    text = (REFERENCE / "configuration.md").read_text().partition("## Keys")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert set(rows) == set(keys)
+    for key, default in keys.items():
+        _, documented, variable, meaning = rows[key].split(" | ")
+        assert documented == f"`{yaml.safe_dump(default).splitlines()[0]}`"
+        assert variable == f"`DASK_DASKSC__{key.upper().replace('-', '_')}`"
+        assert len(meaning) > 10
+
+
+def test_examples_of_errors_raise_them(demo, tmp_path):
+    with demo_folder(demo, tmp_path / "work"):
+        reports = [
+            failures_of(block[2], f"errors.md, example {number}")
+            for number, block in enumerate(blocks(REFERENCE / "errors.md", "pycon"))
+        ]
+    assert len(reports) >= 9
+    assert not "".join(reports), "".join(reports)

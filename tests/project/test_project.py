@@ -1,14 +1,17 @@
-"""Metadata of the project: dependencies, constraints, the conda recipe, docstrings of public names."""
+"""Project: dependencies, constraints, the conda recipe, docstrings of public names, structure of the package."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 
+import grimp
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -172,3 +175,36 @@ def test_public_docstrings_follow_numpydoc(module_name):
         found[name] = [error for error in validate(name)["errors"] if error[0] not in excluded]
     assert found
     assert {name: errors for name, errors in found.items() if errors} == {}
+
+
+# `lint-imports` checks the layers, which are contracts in pyproject.toml.
+PACKAGE = ROOT / "dasksc"
+
+
+def decorators(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each decorator in the files that match a pattern."""
+    for path in sorted(PACKAGE.glob(folder)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", ast.unparse(decorator)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("dasksc", cache_dir=None)
+    # Public names come from the top-level package, which imports their modules on first access.
+    arrows = {name: graph.find_modules_directly_imported_by(name) - {"dasksc"} for name in graph.modules - {"dasksc"}}
+    assert len(list(TopologicalSorter(arrows).static_order())) == len(arrows) > 100
+
+
+def test_compiled_functions_live_in_kernels():
+    compiled = [place for place, text in decorators("**/*.py") if re.search(r"jit|vectorize|stencil|\bkernel\b", text)]
+    assert compiled
+    assert [place for place in compiled if not place.startswith("kernels/")] == []
+
+
+def test_kernels_are_serial_and_release_the_gil():
+    how = (PACKAGE / "kernels" / "compiled.py").read_text()
+    assert "njit(nogil=True)" in how
+    assert "parallel" not in how
+    found = [text for place, text in decorators("kernels/*.py") if not place.startswith("kernels/compiled.py")]
+    assert set(found) <= {"kernel", "intrinsic"}

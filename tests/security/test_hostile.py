@@ -20,6 +20,8 @@ from tests.support.hostile import (
 )
 from tests.support.servers import serving
 
+pytest.importorskip("obstore")
+
 # Warnings about future formats.
 pytestmark = [
     pytest.mark.programs,
@@ -40,7 +42,6 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_malicious_stores_at_a_url_are_refused(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("obstore")
     path = REFUSED[name](tmp_path)
     with serving(tmp_path) as server, bounded(), pytest.raises(dasksc.DaskscError):
         dasksc.open(f"{server.url}/{path.name}").X.compute()
@@ -48,7 +49,6 @@ def test_malicious_stores_at_a_url_are_refused(tmp_path: Path, name: str) -> Non
 
 
 def test_chunks_that_are_far_too_long_are_not_fetched(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
     AnnData(X=VALUES).write_zarr(tmp_path / "atlas.zarr")
     file = tmp_path / "atlas.zarr" / "X/c/0/0"
     if not file.exists():

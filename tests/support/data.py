@@ -28,6 +28,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 import dasksc
+from dasksc.storage import Matrix
 
 FORMATS = ("h5ad", "zarr2", "zarr3")
 LAYOUTS = ("csr", "dense")
@@ -209,20 +210,25 @@ def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:
             adata.write_zarr(path)
 
 
-def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
-    """Zip a store; `metadata` is the compression method of files that are not chunks."""
+def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED) -> Path:
     archive = store.with_suffix(".zarr.zip")
-    with zipfile.ZipFile(archive, "w") as file:
+    with zipfile.ZipFile(archive, "w", method) as file:
         for one in sorted(store.rglob("*")):
             if one.is_file():
-                is_chunk = one.suffix != ".json" and not one.name.startswith(".z")
-                file.write(one, prefix + str(one.relative_to(store)), method if is_chunk else metadata or method)
+                file.write(one, one.relative_to(store))
     return archive
 
 
 def dense(values: Any) -> NDArray[Any]:
     """Return any matrix as an ndarray, for comparison of values."""
     return values.toarray() if sp.issparse(values) else np.asarray(values)
+
+
+def rows_of(matrix: Matrix, rows: Any) -> NDArray[Any]:
+    """Return rows of a matrix as an ndarray, from a fetch of these rows."""
+    out = np.full((len(rows), matrix.shape[1]), 7).astype(matrix.dtype)
+    matrix.fetch(np.asarray(rows)).gather(np.arange(len(rows)), out=out)
+    return out
 
 
 def computed(array: Any) -> Any:
@@ -252,9 +258,7 @@ def same(one: ad.AnnData, other: ad.AnnData) -> None:
 
 def batches(data: Any, **options: Any) -> list[NDArray[Any]]:
     """Read one epoch of shuffled batches of X on one rank."""
-    dataset = dasksc.scDataset(
-        data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1, **options
-    )
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, **options)
     return [batch.numpy().copy() for batch in dataset]
 
 

@@ -21,12 +21,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.support.programs import ROOT, ended, run
+from tests.support.programs import BLOCK, ROOT, ended, run
 
 # Pages in other folders whose blocks run as well.
 ELSEWHERE = ("concepts/memory.md", "reference/formats.md")
 PAGES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *(ROOT / "docs" / page for page in ELSEWHERE)]
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 DEMO = "dasksc demo-data demo"
 HOME = "/path/to"  # folder of the reader, as shown in pages
@@ -88,12 +87,12 @@ def _run(*commands):
 """
 
 
-def program_of(text: str) -> str:
+def program_of(text: str, *, has_commands: bool = True) -> str:
     """Return a page as a program, whose line numbers are those of the page, so that tracebacks refer to it."""
     lines = [""] * (text.count("\n") + 1)
-    for block in FENCE.finditer(text):
+    for block in BLOCK.finditer(text):
         first = text.count("\n", 0, block.start())
-        if block[1] == "bash":
+        if block[1] == "bash" and has_commands:
             lines[first] = f"_run({', '.join(repr(one) for one in commands_of(block[2]) if one != DEMO)})"
         elif block[1] == "python" and not FILE.match(block[2]):
             code = block[2].split("\n")
@@ -103,7 +102,7 @@ def program_of(text: str) -> str:
 
 def write_files(text: str, folder: Path) -> None:
     """Write the files of a page into a folder."""
-    for block in FENCE.finditer(text):
+    for block in BLOCK.finditer(text):
         if named := FILE.match(block[2]):
             (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / named[1]).write_text(block[2])
@@ -115,7 +114,7 @@ def printed_by(page: Path, folder: Path, site: Path, demo: Path) -> str:
     `demo` is a folder with the files that the first command writes. They are copied, and that command does not run.
     """
     text = page.read_text()
-    first = FENCE.search(text)
+    first = BLOCK.search(text)
     assert first
     assert DEMO in commands_of(first[2]), f"{page.name} begins with: {DEMO}"
     shutil.copytree(demo, folder / "demo")

@@ -79,28 +79,26 @@ def _of_class(name: str, thing: type) -> Iterator[str]:
             yield f"{name}.{member}"
 
 
+class _Text(str):
+    """Text that a signature shows without quotes."""
+
+    __repr__ = str.__str__
+
+
 def _signature(thing: Any) -> str:
     try:
         signature = inspect.signature(thing)
     except ValueError:  # compiled functions have no signature
         return ""
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    parameters: list[str] = []
-    is_named_only = False
+    parameters = []
     for one in signature.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and not is_named_only:
-            parameters.append("*")
-        is_named_only = is_named_only or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
-        text = marks.get(one.kind, "") + one.name
-        if isinstance(one.annotation, str):
-            text += f": {one.annotation}"
-        if one.default is not one.empty:
-            text += f" = {_value(one.default)}"
-        parameters.append(text)
-        if one.kind is one.POSITIONAL_ONLY:
-            parameters.append("/")
-    returned = signature.return_annotation
-    return f"({', '.join(parameters)})" + (f" -> {returned}" if isinstance(returned, str) else "")
+        default = one.default if one.default is one.empty else _Text(_value(one.default))
+        parameters.append(one.replace(annotation=_annotation(one.annotation), default=default))
+    return str(signature.replace(parameters=parameters, return_annotation=_annotation(signature.return_annotation)))
+
+
+def _annotation(value: Any) -> Any:
+    return _Text(value) if isinstance(value, str) else inspect.Parameter.empty
 
 
 def _value(value: Any) -> str:

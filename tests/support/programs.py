@@ -1,10 +1,9 @@
-"""Programs in separate processes: commands, ranks under torchrun, and the Python blocks of a page."""
+"""Programs in separate processes: commands, and ranks under torchrun; and the code blocks of a page."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,21 +79,3 @@ def torchrun(n_ranks: int, program: str, *arguments: object, **changes: object) 
 def blocks(page: Path, language: str) -> list[re.Match[str]]:
     """Return the code blocks of a page in one language."""
     return [block for block in BLOCK.finditer(page.read_text()) if block[1] == language]
-
-
-def run_page(page: Path, folder: Path, atlas: Path) -> subprocess.CompletedProcess[str]:
-    """Run the Python blocks of a page as one program, from top to bottom, in a folder with a copy of an atlas."""
-    shutil.copyfile(atlas, folder / "atlas.h5ad")
-    text = page.read_text()
-    lines = re.sub(r"[^\n]", "", text).split("\n")  # padding lines keep the line numbers of the page in tracebacks
-    assert blocks(page, "python")
-    for block in blocks(page, "python"):
-        first = text.count("\n", 0, block.start(2))
-        code = block[2].split("\n")
-        lines[first : first + len(code)] = code
-    program = folder / f"{page.stem}.py"
-    program.write_text("\n".join(lines))
-    done = ended([sys.executable, program.name], cwd=folder, is_preloaded=True)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    return done

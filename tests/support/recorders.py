@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -73,18 +73,13 @@ def recorded_reads() -> Iterator[Reads]:
             reads.zarr_keys.append(key)
         return await original_get(self, key, *args, **kwargs)
 
-    with mock.patch.object(LocalStore, "get", get):
-        patches = [
-            mock.patch.object(cls, "locate", recording_reach(cls.locate))
-            for cls in (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, sliced.SlicedArray)
-        ] + [
-            mock.patch.object(h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name)))
-            for name in ("__getitem__", "read_direct")
-        ]
-        for patch in patches:
-            patch.start()
-        try:
-            yield reads
-        finally:
-            for patch in patches:
-                patch.stop()
+    changed = [(LocalStore, "get", get)]
+    stored = (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, sliced.SlicedArray)
+    changed += [(cls, "locate", recording_reach(cls.locate)) for cls in stored]
+    changed += [
+        (h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name))) for name in ("__getitem__", "read_direct")
+    ]
+    with ExitStack() as stack:
+        for owner, name, function in changed:
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield reads

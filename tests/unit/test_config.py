@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,16 +9,9 @@ import dask
 import pytest
 
 from dasksc import config
+from tests.support.programs import run
 
 pytestmark = pytest.mark.programs
-
-
-def run(script: str, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
 
 
 def test_earlier_settings_stay_and_a_context_entered_later_applies_within_it() -> None:
@@ -29,13 +20,14 @@ import dask, dasksc
 dask.config.set({"dasksc.gather-threads": 5, "temporary-directory": "/tmp/mine", "something.else": 3})
 dasksc.open
 from dasksc import config
+from tests.support.programs import run
 print(config.get("gather-threads"), dask.config.get("temporary-directory"), dask.config.get("something.else"))
 print(config.get("batches-ahead"))
 with dask.config.set({"dasksc.gather-threads": 1}):
     print(config.get("gather-threads"))
 print(config.get("gather-threads"))
 """
-    assert run(script) == ["5", "/tmp/mine", "3", "8", "1", "5"]
+    assert run([sys.executable, "-c", script]).split() == ["5", "/tmp/mine", "3", "8", "1", "5"]
 
 
 def test_the_environment_and_files_are_stronger_than_defaults(tmp_path: Path) -> None:
@@ -46,7 +38,7 @@ def test_the_environment_and_files_are_stronger_than_defaults(tmp_path: Path) ->
         "DASK_DASKSC__GATHER_THREADS": "6",
         "DASK_DASKSC__MEMORY_LIMIT": "1GiB",
     }
-    assert run(script, **environment) == ["3", "6", "1GiB"]
+    assert run([sys.executable, "-c", script], **environment).split() == ["3", "6", "1GiB"]
 
 
 def test_settings_are_read_when_they_are_asked_for() -> None:

@@ -105,4 +105,9 @@ def test_dasks_configuration_names_the_scheduler_unless_a_client_is_active(
         with dask.config.set(scheduler="synchronous"):
             assert resolve_scheduler().kind == "synchronous"
         with in_process_client.as_current():
-            assert resolve_scheduler().client is in_process_client
+            scheduler = resolve_scheduler()
+            assert scheduler.client is in_process_client
+            assert scheduler.in_process
+            assert resolve_scheduler(scheduler).client is in_process_client
+            with dask.config.set(scheduler="threads"):
+                assert resolve_scheduler().kind == "threads"

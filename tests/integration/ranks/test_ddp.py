@@ -8,10 +8,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
+import dasksc
 from tests.support.conversions import read
 from tests.support.data import make_adata, write_store
-from tests.support.predictions import plain
 from tests.support.programs import torchrun
 
 pytestmark = [pytest.mark.core, pytest.mark.xdist_group("torchrun")]
@@ -21,15 +22,16 @@ N_OBS = 1009
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Return the output of two ranks, the rows that each read in two training epochs, the atlas and the predictions."""
+    """Return the output of two ranks, the rows that each read in two training epochs, the atlas and the folder."""
     folder = tmp_path_factory.mktemp("two")
     path = write_store(make_adata(n_obs=N_OBS), folder, "h5ad")
     # srun torchrun: one task per node, which starts the node's ranks.
     step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
     # Kubeflow's PyTorchJob: RANK and WORLD_SIZE count pods, not processes.
     pods = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "PET_NNODES": "1"}
-    printed = torchrun(2, "ddp_two_ranks.py", path, folder / "seen.json", folder / "emb.zarr", **step, **pods)
-    return printed, json.loads((folder / "seen.json").read_text()), path, folder / "emb.zarr"
+    outs = (folder / name for name in ("seen.json", "ddp.zarr", "fsdp.zarr"))
+    printed = torchrun(2, "ddp_two_ranks.py", path, *outs, **step, **pods)
+    return printed, json.loads((folder / "seen.json").read_text()), path, folder
 
 
 def test_two_ranks_cover_a_number_of_rows_that_they_do_not_divide(two_ranks):
@@ -62,12 +64,16 @@ def test_a_rank_that_reads_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ra
     assert f"rank 1 stopped after 1: {reason}" in printed
 
 
-def test_two_ranks_predict_what_the_plain_loop_yields(two_ranks):
-    printed, _, atlas, out = two_ranks
-    assert np.array_equal(read(out).obsm["X_emb"], plain(atlas, is_whole=True))
+def test_two_ranks_predict_what_the_plain_loop_yields_with_ddp_and_fsdp(two_ranks):
+    printed, _, atlas, folder = two_ranks
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(dasksc.open(atlas).n_vars, 6), torch.nn.Linear(6, 3))
+    with torch.no_grad():
+        expected = np.concatenate([model(batch).numpy() for batch in dasksc.scDataset(atlas, dasksc.Streaming(), 8)])
+    for name in ("ddp", "fsdp"):
+        assert np.array_equal(read(folder / f"{name}.zarr").obsm["X_emb"], expected), name
     reports = re.findall(rf"^rank (\d) predicted (\d+) cells, True, \({N_OBS}, 3\)$", printed, re.MULTILINE)
-    assert sorted(rank for rank, _ in reports) == ["0", "1"], printed
-    assert sum(int(n) for _, n in reports) == N_OBS
+    assert sorted(rank for rank, _ in reports) == ["0", "0", "1", "1"], printed
+    assert sum(int(n) for _, n in reports) == 2 * N_OBS
     assert all(400 < int(n) < 600 for _, n in reports)
-    # DDP and its module return to their previous mode.
-    assert len(re.findall(r"^rank \d again: 0, training \(True, True\)$", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == 4

@@ -18,9 +18,8 @@ pytestmark = [
     pytest.mark.programs,
     # torchdata itself emits warnings with newer versions of torch.
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
-    # The tests intentionally use more workers than cores, and fork a process with threads.
+    # The tests intentionally use more workers than cores.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 
 

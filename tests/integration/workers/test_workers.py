@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import multiprocessing
 from itertools import islice
 
 import numpy as np
@@ -18,9 +17,8 @@ N_OBS = 203
 
 pytestmark = [
     pytest.mark.programs,
-    # The tests intentionally use more workers than cores, and fork a process with threads.
+    # The tests intentionally use more workers than cores.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 
 
@@ -130,6 +128,10 @@ def test_hooks_that_are_lambdas_reach_workers_that_each_epoch_spawns_anew(path, 
 
 
 def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):
+    def raises(iteration):
+        with pytest.raises(FetchError):
+            next(iteration)
+
     for one in (
         dataset(path),
         dataset(path, layout="csr"),
@@ -137,13 +139,8 @@ def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):
     ):
         iteration = iter(one)
         next(iteration)
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
-            try:
-                next(iteration)
-            except FetchError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        child = multiprocessing.get_context("fork").Process(target=raises, args=(iteration,), daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
         assert len(list(iteration)) == len(one) - 1

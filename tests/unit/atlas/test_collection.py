@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.view import AnnDataView
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.pushdown import DaskMatrix, matrix_of
+from tests.support.conversions import read
 from tests.support.data import (
     FORMATS,
     SAMPLE_FILES,
@@ -39,16 +39,7 @@ from tests.support.data import (
 )
 from tests.support.recorders import recorded_reads
 
-# AnnData 0.13 sets this deprecated pandas option when it subsets.
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
-
-
-def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
-    """Read with AnnData, without the warnings that it issues for every element of an old file."""
-    with warnings.catch_warnings():
-        for message in ("Moving element from", ".*was written with", "Element .* was written"):
-            warnings.filterwarnings("ignore", message)
-        return ad.read_h5ad(path, **options) if path.suffix == ".h5ad" else ad.read_zarr(path)
+pytestmark = pytest.mark.core
 
 
 @pytest.fixture(scope="module", params=STORES, ids=str)
@@ -75,7 +66,7 @@ def test_a_store_opens_with_everything_in_it_and_reads_nothing_of_the_matrices(s
         opened.X[:3].compute(scheduler="synchronous")
     assert reads.reached
     assert not reads.of("layers/")
-    expected = read_by_anndata(path)
+    expected = read(path)
     same(opened, expected)
     assert set(opened.uns) == set(expected.uns)
     for key, value in arrays_of(opened).items():
@@ -95,7 +86,7 @@ def test_only_the_obs_columns_asked_for_are_read(stored: Any) -> None:
     path = stored[1]
     with recorded_reads() as reads:
         opened = dasksc.open(path, obs=["float32", "cell_type"])
-    pd.testing.assert_frame_equal(opened.obs, read_by_anndata(path).obs[["float32", "cell_type"]])
+    pd.testing.assert_frame_equal(opened.obs, read(path).obs[["float32", "cell_type"]])
     assert reads.of("obs/float32")
     assert not reads.of("obs/text")
     assert not reads.of("obs/int64")
@@ -106,7 +97,7 @@ def test_only_the_obs_columns_asked_for_are_read(stored: Any) -> None:
 def test_a_view_reads_rows_into_memory_as_anndata_takes_them(stored: Any) -> None:
     adata, path = stored
     view, rows = AnnDataView(dasksc.open(path)), np.array([2, 17, 40, 41])
-    got, expected = view[rows], read_by_anndata(path)[rows].copy()
+    got, expected = view[rows], read(path)[rows].copy()
     assert not got.is_view
     assert isinstance(got.X, sp.csr_matrix if sp.issparse(adata.X) else np.ndarray)
     assert got.X.dtype == expected.X.dtype
@@ -123,7 +114,7 @@ def test_a_view_reads_rows_into_memory_as_anndata_takes_them(stored: Any) -> Non
 @pytest.mark.parametrize("name", SAMPLE_FILES + SAMPLE_ZARRS)
 def test_a_file_of_any_anndata_version_opens_as_anndata_reads_it_without_a_warning(name: str, tmp_path: Path) -> None:
     path = sample(name) if name.endswith(".h5ad") else unpacked_sample(name, tmp_path)
-    same(dasksc.open(path), read_by_anndata(path))
+    same(dasksc.open(path), read(path))
 
 
 def test_arrays_in_memory_are_shared_not_copied() -> None:

@@ -11,8 +11,10 @@ import time
 import weakref
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import anndata
 import numpy as np
 import pytest
 from dask.callbacks import Callback
@@ -21,10 +23,10 @@ from dask.diagnostics import Profiler, ProgressBar
 import dasksc
 from dasksc.errors import FetchError
 from dasksc.executor.schedulers import default_threads
-from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, part_of
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices
 from dasksc.executor.window import Window
 from dasksc.memory import model as memory_model
-from dasksc.storage import as_matrix, join
+from dasksc.storage import as_matrix
 from tests.support.data import make_values
 from tests.support.waiting import WAIT_S, eventually
 
@@ -266,33 +268,9 @@ def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:
     assert default_threads(local_world_size=10 * n, n_workers=3) == 1
 
 
-N_OBS, N_VARS = 90, 11
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_joined_fetches_gather_as_one(layout: str) -> None:
-    matrix = as_matrix(make_values(N_OBS, N_VARS, layout=layout, dtype=np.float32), "m")
-    rows = np.sort(np.random.default_rng(0).integers(0, N_OBS, 40))
-    whole = matrix.fetch(rows)
-    joined = join([matrix.fetch(part_of(rows, part, 4)) for part in range(4)])
-    assert (joined.shape, joined.dtype, joined.nbytes) == (whole.shape, whole.dtype, whole.nbytes)
-    order = np.random.default_rng(1).permutation(40)
-    for fetched in (joined, joined.compact()):
-        out, expected = np.empty((2, 40, N_VARS), dtype=np.float32)
-        fetched.gather(order, out=out)
-        whole.gather(order, out=expected)
-        np.testing.assert_array_equal(out, expected)
-        for one, other in zip(fetched.gather_csr(order), whole.gather_csr(order), strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def part(i: int) -> FetchedMatrices:
-    return FetchedMatrices({"X": as_matrix(np.full((2, 3), i), "m").fetch(np.arange(2))})
-
-
 def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for(any_scheduler: Any) -> None:
     def fetch(k: int) -> FetchedMatrices:
-        return part(fail_at_5(k))
+        return FetchedMatrices({"X": as_matrix(np.full((2, 3), fail_at_5(k)), "m").fetch(np.arange(2))})
 
     with Window(fetch, range(9), name="w", depth=4, scheduler=any_scheduler) as window:
         results = iter(AssembledFetches(window, 3))
@@ -301,26 +279,30 @@ def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for(any_scheduler: An
             next(results)
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
-def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import anndata
-
-    values = make_values(N_OBS, N_VARS, layout="csr", dtype=np.float32)
+@pytest.mark.parametrize(
+    ("scheduler", "stored", "layout"),
+    [("threads", "csr", "dense"), ("synchronous", "csr", "csr"), ("synchronous", "dense", "dense")],
+)
+def test_batches_do_not_depend_on_the_parts(
+    tmp_path: Path, scheduler: str, stored: Any, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.h5ad"
-    anndata.AnnData(X=values).write_h5ad(path, compression="gzip")
+    anndata.AnnData(X=make_values(90, 11, layout=stored)).write_h5ad(path, compression="gzip")
 
     def epoch(part_bytes: int) -> tuple[int, list[Any]]:
         monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
         dataset = dasksc.scDataset(
-            path, dasksc.BlockShuffling(4), 8, 3, scheduler=scheduler, rank=0, world_size=1, seed=0
+            path, dasksc.BlockShuffling(4), 8, 3, scheduler=scheduler, layout=layout, seed=0, return_index=True
         )
-        first = [batch.clone() for batch in islice(dataset, 4)]
+        first = list(islice(dataset, 4))
         state = dataset.state_dict()
         dataset.load_state_dict({**state, "epoch": 0})
-        return dataset.memory.reading_mode().n_parts, first + [batch.clone() for batch in dataset]
+        return dataset.memory.reading_mode().n_parts, first + list(dataset)
 
     (one, expected), (several, batches) = epoch(2**25), epoch(500)
     assert one == 1
-    assert several == 3
+    assert several > 1
     assert len(batches) == len(expected) > 10
-    assert all(batch.equal(other) for batch, other in zip(batches, expected, strict=True))
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.index.equal(other.index)
+        assert batch.X.to_dense().equal(other.X.to_dense())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
-import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import dask
 import distributed
@@ -18,6 +18,7 @@ import pytest
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
+from tests.support.programs import ended
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.programs
@@ -91,20 +92,6 @@ def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
     assert eventually(lambda: nothing_is_left(two_process_client))
 
 
-def test_an_active_client_is_found_and_daskconfig_goes_before_it(
-    in_process_client: distributed.Client,
-) -> None:
-    with in_process_client.as_current():
-        scheduler = resolve_scheduler(None)
-        assert scheduler.client is in_process_client
-        assert scheduler.in_process
-        with dask.config.set(scheduler="synchronous"):
-            assert resolve_scheduler(None).kind == "synchronous"
-        with dask.config.set(scheduler="threads"):
-            assert resolve_scheduler(None).kind == "threads"
-    assert resolve_scheduler(scheduler).client is in_process_client
-
-
 def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: distributed.Client) -> None:
     def epoch() -> tuple[str, int]:
         window = Window(double, range(5), name="w", depth=2)
@@ -138,32 +125,81 @@ def test_with_an_asynchronous_active_client_fetches_run_on_threads() -> None:
     asyncio.run(resolve())
 
 
-def in_forked_child(check: Callable[[], bool]) -> bool:
-    """Return the result of `check` in a forked child; an alarm ends a child that hangs, which counts as a failure."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
-            status = 0 if check() else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    return status == 0
-
-
 def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distributed.Client) -> None:
     address = two_process_client.scheduler.address
 
-    def check() -> bool:
+    def check() -> None:
         scheduler = resolve_scheduler(two_process_client)
         assert scheduler.client is not two_process_client
         assert resolve_scheduler(address).client is scheduler.client
         values = list(Window(double, range(9), name="w", depth=4, scheduler=two_process_client))
-        return values == [(k, 2 * k) for k in range(9)]
+        assert values == [(k, 2 * k) for k in range(9)]
 
     assert list(Window(double, range(3), name="w", depth=2, scheduler=two_process_client))
-    assert in_forked_child(check)
+    child = multiprocessing.get_context("fork").Process(target=check, daemon=True)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    prelude = (
+        "import threading, time\n"
+        "from dasksc.executor.window import Window\n"
+        "def cluster(protocol):\n"
+        "    import distributed\n"
+        "    return distributed.Client(n_workers=1, threads_per_worker=2, processes=False,\n"
+        '                              protocol=protocol, dashboard_address=":0")\n'
+        "def slow(k):\n"
+        "    time.sleep(0.05)\n"
+        "    return k\n"
+    )
+    return ended([sys.executable, "-W", "error", "-c", prelude + script])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "keep"),
+    [
+        ("'threads'", "window"),
+        ("'threads'", "iterator in a generator"),
+        ("cluster('inproc')", "window"),
+        ("cluster('tcp')", "iterator in a generator"),
+    ],
+)
+def test_the_interpreter_can_exit_in_the_middle_of_an_epoch(scheduler: str, keep: str) -> None:
+    done = run_script(
+        f"""
+def loop(window):
+    with window:
+        yield from window
+if __name__ == "__main__":
+    scheduler = {scheduler}
+    window = Window(slow, range(1000), name="w", depth=6, scheduler=scheduler)
+    if {keep != "window"}:
+        window = loop(window)
+    print(next(window), next(window))
+"""
+    )
+    if "cluster" not in scheduler:  # Dask may log that it has cancelled a fetch
+        assert done.stderr == ""
+    assert done.stdout == "(0, 0) (1, 1)\n"
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("scheduler", ["'threads'", "cluster('inproc')"])
+def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str) -> None:
+    # The executors of Python, and of an in-process Dask scheduler, end with the main thread.
+    done = run_script(
+        f"""
+def consume():
+    try:
+        print(len(list(window)))
+    except Exception as error:
+        print(type(error).__name__)
+if __name__ == "__main__":
+    window = Window(slow, range(20), name="w", depth=2, scheduler={scheduler})
+    threading.Thread(target=consume).start()
+"""
+    )
+    assert done.stdout in ("20\n", "FetchError\n")
+    assert done.returncode == 0

@@ -103,11 +103,3 @@ def test_masked_values_are_those_of_the_twin(cells, key, p):
     indptr, columns, values = as_csr(dense)
     augment.mask(np.uint64(key), 5, rows, indptr, columns, values, p)
     assert sp.csr_matrix((values, columns, indptr), dense.shape).toarray().tolist() == expected
-
-
-@pytest.mark.parametrize("bad", [-1, 0.5, np.nan, np.inf, 2.0**60])
-def test_the_first_value_that_is_no_count_is_found(bad):
-    dense = np.zeros((3, N_VARS), dtype=np.float32)
-    dense[1, 5], dense[1, 66], dense[2, 0] = 2, bad, bad
-    assert change(1, 0, np.arange(3), as_csr(dense), 0.5, 0) == 1
-    assert change(1, 0, np.arange(3), as_csr(dense), 0.0, 1) == 1

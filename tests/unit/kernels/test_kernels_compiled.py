@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import ended, run
 
 pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("kernels_compiled")]
 
@@ -29,52 +30,40 @@ print(sum(sum_up.stats.cache_hits.values()))
 """
 
 
-def run(cache, turn: int, **environment: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "NUMBA_BOUNDSCHECK": "0", **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(turn)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def n_hits_of(process: subprocess.Popen[str]) -> int:
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    return int(out)
+def n_hits_of(cache: Path, turn: int = 0, **environment: int) -> int:
+    """Run the program, and return how many kernels it took from the cache."""
+    environment = {"NUMBA_BOUNDSCHECK": 0, **environment}
+    return int(run([sys.executable, "-c", PROGRAM, turn], NUMBA_CACHE_DIR=cache, **environment))
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Cache that three processes filled at the same time, each with correct results."""
     cache = tmp_path_factory.mktemp("shared")
-    for process in [run(cache, turn) for turn in range(3)]:
-        n_hits_of(process)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(n_hits_of, [cache] * 3, range(3)))
     return cache
 
 
 def test_processes_that_start_at_once_share_a_cache_and_all_compute_right(shared):
-    assert n_hits_of(run(shared, 0)) == 3
+    assert n_hits_of(shared) == 3
     assert not list(shared.rglob("*.tmp"))
 
 
 def test_kernels_with_bounds_checks_are_not_taken_for_those_without(shared, tmp_path):
     shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
-    assert n_hits_of(run(tmp_path, 0, NUMBA_BOUNDSCHECK="1")) == 0
+    assert n_hits_of(tmp_path, NUMBA_BOUNDSCHECK=1) == 0
 
 
 def test_a_damaged_file_in_the_cache_is_compiled_again(shared, tmp_path):
     shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
     for path in tmp_path.rglob("*.nbc"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert n_hits_of(run(tmp_path, 0)) == 0
-    assert n_hits_of(run(tmp_path, 0)) == 3
+    assert n_hits_of(tmp_path) == 0
+    assert n_hits_of(tmp_path) == 3
 
 
 def test_numba_without_compilation_is_refused_when_kernels_are_imported(tmp_path):
-    process = run(tmp_path, 0, NUMBA_DISABLE_JIT="1")
-    _, err = process.communicate(timeout=600)
-    assert process.returncode != 0
-    assert re.search("InputError: .*NUMBA_DISABLE_JIT", err)
+    done = ended([sys.executable, "-c", PROGRAM, 0], NUMBA_CACHE_DIR=tmp_path, NUMBA_DISABLE_JIT=1)
+    assert done.returncode != 0
+    assert re.search("InputError: .*NUMBA_DISABLE_JIT", done.stderr)

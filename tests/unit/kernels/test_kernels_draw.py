@@ -1,8 +1,4 @@
-"""Kernels of weighted and balanced draws, compared with plain Python.
-
-Statistical tests use fixed keys and are therefore deterministic; `ERROR` is the probability that a
-perfect generator fails one of them.
-"""
+"""Kernels of weighted and balanced draws, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from tests.support import twins
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4
 SEGMENT_LEVELS = 6
 SEGMENT = 1 << SEGMENT_LEVELS
 # The package passes read-only arrays, for which the kernels are compiled once.
@@ -77,10 +72,10 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
     assert heads.min() >= 0
     assert heads.max() <= n
     law = stats.binom(n, p)
-    assert twins.follows(heads, law, ERROR)
+    assert twins.follows(heads, law)
     sigma = law.std() / np.sqrt(len(heads))
     if law.std() > 1:
-        assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
+        assert abs(heads.mean() - law.mean()) < stats.norm.isf(twins.ERROR / 2) * sigma
 
 
 @pytest.mark.parametrize("n", N)

@@ -1,8 +1,4 @@
-"""Keyed random generator and permutations.
-
-Statistical tests use fixed keys and are therefore deterministic; `ERROR` is the probability that a
-perfect generator fails one of them.
-"""
+"""Keyed random generator and permutations."""
 
 from __future__ import annotations
 
@@ -21,31 +17,18 @@ from tests.support import twins
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4
 KEYS = st.integers(0, 2**64 - 1)
 SIZES = [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025]
-NO_TABLE = np.empty(0, dtype=np.int64)
-
-
-def keys_of(number: int, n: int = permute.N_ROUNDS) -> NDArray[np.uint64]:
-    return np.random.SeedSequence(number).generate_state(n, np.uint64)
-
-
-def half_bits_of(n: int) -> int:
-    """Return the number of bits per half of a position in the smallest Feistel network for `n` positions."""
-    return max(1, -(-(n - 1).bit_length() // 2))
 
 
 def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Return the images of `positions` (default: all) under the Feistel network over ``range(n)``."""
     positions = np.arange(n, dtype=np.int64) if positions is None else positions
     out = np.empty(len(positions), dtype=np.int64)
-    permute.permuted_many(positions, n, NO_TABLE, half_bits_of(n), keys_of(number), out)
+    keys = np.random.SeedSequence(number).generate_state(permute.N_ROUNDS, np.uint64)
+    half_bits = max(1, -(-(n - 1).bit_length() // 2))  # of a position in the smallest network
+    permute.permuted_many(positions, n, np.empty(0, dtype=np.int64), half_bits, keys, out)
     return out
-
-
-def assert_uniform(counts: Any, expected: Any = None) -> None:
-    assert stats.chisquare(counts, expected).pvalue > ERROR
 
 
 def test_bits_are_those_of_splitmix64() -> None:
@@ -87,7 +70,7 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
     positions = np.array([0, n // 2, n - 1])
     images = np.array([network(n, number, positions) for number in range(5_000)])
     for column in images.T:
-        assert_uniform(np.bincount(column * 50 // n, minlength=50))
+        assert stats.chisquare(np.bincount(column * 50 // n, minlength=50)).pvalue > twins.ERROR
 
 
 @given(n=st.integers(0, 60), m=st.integers(1, 50), a=st.integers(0, 49), b=st.integers(-500, 500))
@@ -131,4 +114,4 @@ def test_every_cell_is_as_likely_at_every_place(n: int, block_size: int, table: 
         counts[np.arange(n), order_of(key, n, block_size, table=table)] += 1
     # Positions within one order are not independent, so each is tested separately.
     pvalues = [stats.chisquare(place).pvalue for place in counts]
-    assert min(pvalues) > ERROR / n
+    assert min(pvalues) > twins.ERROR / n

@@ -41,9 +41,7 @@ def atlas(layout: str, dtype: str = "float32", names: list[str] | None = None) -
 
 
 def batch(adata: Any, **options: Any) -> Any:
-    (one,) = dasksc.scDataset(
-        adata, dasksc.Streaming(), N_OBS, rank=0, world_size=1, scheduler="synchronous", **options
-    )
+    (one,) = dasksc.scDataset(adata, dasksc.Streaming(), N_OBS, scheduler="synchronous", **options)
     return one.to_dense().numpy() if hasattr(one, "to_dense") else one
 
 
@@ -96,8 +94,6 @@ def test_atlases_that_lack_genes_are_aligned_like_one(stored: str, tmp_path: Pat
             genes_missing="zero",
             genes_repeated="sum",
             layout=layout,
-            rank=0,
-            world_size=1,
         )
         found = pd.DataFrame(one.to_dense().numpy(), columns=list("DAxB"), index=table.index)
         np.testing.assert_array_equal(found[["A", "B", "D"]], grouped[["A", "B", "D"]])
@@ -110,10 +106,10 @@ def test_sums_that_the_wanted_type_cannot_hold_are_refused(stored: str, layout: 
     if stored == "csr":
         adata.X = sp.csr_matrix(adata.X)
     options = {"genes": ["a"], "genes_repeated": "sum", "layout": layout}
-    (found,) = dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, **options)
+    (found,) = dasksc.scDataset(adata, dasksc.Streaming(), 4, **options)
     assert found.to_dense().flatten().tolist() == [400.0] * 4
     with pytest.raises((InputError, StorageError), match=r"holds 400|from 400 to 400"):
-        list(dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, dtype="uint8", **options))
+        list(dasksc.scDataset(adata, dasksc.Streaming(), 4, dtype="uint8", **options))
 
 
 def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(tmp_path: Path) -> None:
@@ -123,9 +119,7 @@ def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(
     pickled.write_bytes(pickle.dumps(ids))
     listed.write_text("<pad>\nd\nz\nc\n")
     for genes in (Vocabulary(ids), as_json, pickled, listed):
-        dataset = dasksc.scDataset(
-            atlas("csr"), dasksc.Streaming(), 4, genes=genes, genes_missing="zero", rank=0, world_size=1
-        )
+        dataset = dasksc.scDataset(atlas("csr"), dasksc.Streaming(), 4, genes=genes, genes_missing="zero")
         assert dataset.gene_match.names == ("d", "z", "c")
         assert str(dataset.gene_match) == "2 of 3 genes matched by var_names (66.7%); 1 missing, filled with zeros: z"
         assert "2 of 3 genes matched" in dasksc.check(dataset).genes[0]
@@ -185,9 +179,9 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
 )
 def test_genes_that_cannot_be_matched_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(DaskscError, match=match):
-        dasksc.scDataset(atlas("csr"), dasksc.Streaming(), 4, rank=0, world_size=1, **options)
+        dasksc.scDataset(atlas("csr"), dasksc.Streaming(), 4, **options)
 
 
 def test_a_key_of_an_array_is_refused() -> None:
     with pytest.raises(InputError, match="var"):
-        dasksc.scDataset(da.ones((4, 3)), dasksc.Streaming(), 4, genes=["a"], genes_key="key", rank=0, world_size=1)
+        dasksc.scDataset(da.ones((4, 3)), dasksc.Streaming(), 4, genes=["a"], genes_key="key")

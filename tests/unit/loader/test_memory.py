@@ -32,10 +32,6 @@ def dataset(tmp_path: Path) -> dasksc.scDataset:
     return dasksc.scDataset(path, batch_size=50, seed=0, memory_limit=900 * MIB)
 
 
-def limit_memory(monkeypatch: pytest.MonkeyPatch, limit: Limit) -> None:
-    monkeypatch.setattr(projection.process_memory, "memory_limit", lambda: limit)
-
-
 @pytest.mark.parametrize(("n_ranks", "n_workers"), [(1, None), (2, None), (1, 3), (2, 3)])
 def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     dataset: dasksc.scDataset, monkeypatch: pytest.MonkeyPatch, n_ranks: int, n_workers: int | None
@@ -54,7 +50,7 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
         given.append(options)
         return original(self, **options)
 
-    limit_memory(monkeypatch, LIMIT)
+    monkeypatch.setattr(projection.process_memory, "memory_limit", lambda: LIMIT)
     monkeypatch.setattr(RankSession, "detect", lambda self: world)
     monkeypatch.setattr(projection, "get_worker_info", lambda: worker)
     monkeypatch.setattr(projection.process_memory, "share_of", share_of)

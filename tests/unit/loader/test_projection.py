@@ -1,10 +1,13 @@
-"""Projected memory: it bounds the measured memory from above and reflects the cost of each layout."""
+"""Memory of epochs in separate processes: below the projection, and in control groups smaller than the atlas."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,11 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from tests.support.cgroups import Cgroup, NoCgroupError, memory_cgroup
 from tests.support.data import write_store
-from tests.support.programs import PROGRAMS, run
+from tests.support.programs import PROGRAMS, ROOT, ended
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("projection")]
+pytestmark = pytest.mark.faults
 
 N_OBS, N_VARS, FETCH = 4_000, 3_000, 1_024
 
@@ -57,16 +61,56 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reports(files: dict[str, Path]) -> list[dict[str, Any]]:
-    """Reports of benchmarks/memory.py for each case."""
-    cases = [["--atlas", str(files[name]), "--fetch", str(FETCH), "--epochs", "2", *more] for name, more, _ in CASES]
-    printed = run([sys.executable, PROGRAMS / "projections.py", json.dumps(cases)])
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-
-
+@pytest.mark.xdist_group("projection")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped pages")
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name} {' '.join(more)}" for name, more, _ in CASES])
-def test_the_peak_of_anonymous_memory_is_below_the_projection(reports: list[dict[str, Any]], number: int) -> None:
-    report, least = reports[number], CASES[number][2]
+@pytest.mark.parametrize(("name", "more", "least"), CASES, ids=str)
+def test_the_peak_of_anonymous_memory_is_below_the_projection(
+    files: dict[str, Path], name: str, more: list[str], least: float
+) -> None:
+    program = [sys.executable, ROOT / "benchmarks" / "memory.py", "--atlas", files[name], "--fetch", FETCH]
+    done = ended([*program, "--epochs", 2, *more], is_preloaded=True)
+    report = json.loads(done.stdout.splitlines()[-1])
     assert least <= max(report["peaks"]) <= report["projected"], report
+
+
+MIB = 2**20
+N_ATLAS = 30_000  # 350 MB
+
+
+def epoch(path: Path, group: Cgroup | None = None) -> dict[str, Any]:
+    """Read an epoch in a separate process."""
+    os.sync()
+    with path.open("rb") as file:  # pages read by other processes are not charged to a control group
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "limited_epoch.py", path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=None if group is None else group.enter,
+        timeout=600,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.xdist_group("out of core")
+def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
+    atlas_of: Callable[..., Path],
+) -> None:
+    atlas = atlas_of(N_ATLAS, 20_000)
+    expected = epoch(atlas)
+    assert expected["is_mapped"]
+    assert expected["n_rows"] == N_ATLAS
+    try:
+        # This suffices for the process and its fetches, but not for the mapped file as well.
+        with memory_cgroup(int(expected["anon"]) + 350 * MIB) as group:
+            limited = epoch(atlas, group)
+            assert group.n_killed() == 0
+    except NoCgroupError as error:
+        pytest.skip(str(error))
+    assert not limited["is_mapped"]
+    assert limited["digest"] == expected["digest"]
+    # A page on the boundary of two blocks is read twice.
+    assert limited["read"] <= 1.2 * atlas.stat().st_size

@@ -14,7 +14,7 @@ import torch
 
 import dasksc
 from dasksc.errors import InputError
-from tests.support.screens import N, dataset, numbers, screen, sets
+from tests.support.sets import N, dataset, numbers, screened, sets
 
 pytestmark = pytest.mark.core
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.core
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sets") / "screen.h5ad"
-    screen().write_h5ad(path)
+    screened().write_h5ad(path)
     return path
 
 
 def test_batches_hold_sets_groups_and_controls(path: Path) -> None:
-    adata = screen()
+    adata = screened()
     data = dataset(path, obs=["gene", "dose"], layers=["counts"], obsm=["X_pca"])
     n_rows = 0
     for batch in data:
@@ -85,7 +85,7 @@ def test_a_state_resumes_with_a_multiple_of_the_set_size(path: Path) -> None:
 
 
 def test_expressions_and_filters(path: Path) -> None:
-    obs = screen().obs
+    obs = screened().obs
     data = dataset(path, sets(control="gene == 'ctrl'"), filter="dose < 0.5")
     by_dict = dataset(path, sets(), filter="dose < 0.5")
     assert [numbers(batch) for batch in data] == [numbers(batch) for batch in by_dict]
@@ -107,13 +107,13 @@ def test_transforms_hooks_and_devices(path: Path) -> None:
         dataset(path, batch_transform=lambda adata: adata)
     rows = [
         batch.obs["gene"].tolist()
-        for batch in dataset(screen(), sets(control=None), batch_transform=lambda adata: adata)
+        for batch in dataset(screened(), sets(control=None), batch_transform=lambda adata: adata)
     ]
     assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
 
 
 def test_modalities_have_controls_of_every_kind() -> None:
-    adata = screen()
+    adata = screened()
     protein = anndata.AnnData(np.arange(N * 3, dtype="f4").reshape(N, 3), adata.obs)
     both = dasksc.CellSets(["rna:line", "rna:gene"], 8, control={"rna:gene": "ctrl"})
     data = dataset(dasksc.Modalities({"rna": adata, "protein": protein}), both)
@@ -132,7 +132,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 
 
 def counted() -> anndata.AnnData:
-    adata = screen()
+    adata = screened()
     adata.X.data = np.ceil(adata.X.data * 5)
     return adata
 

@@ -65,14 +65,10 @@ def test_in_version_1_every_ancestor_counts(tmp_path: Path, narrowest: str) -> N
 
 
 @pytest.mark.usefixtures("machine")
-def test_in_a_container_the_mount_shows_the_group_as_its_root(tmp_path: Path) -> None:
-    version_1(tmp_path, {"": 4 * GIB}, own="/docker/abc", mount_root="/docker/abc")
-    assert memory_limit(tmp_path).n_bytes == 4 * GIB
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_group_whose_name_begins_like_that_of_the_mount_is_no_part_of_it(tmp_path: Path) -> None:
-    version_1(tmp_path, {"": 4 * GIB, "../abcdef": GIB}, own="/docker/abcdef", mount_root="/docker/abc")
+@pytest.mark.parametrize(("own", "groups"), [("abc", {}), ("abcdef", {"../abcdef": GIB})])
+def test_in_a_container_the_mount_shows_the_group_as_its_root(tmp_path: Path, own: str, groups: dict[str, int]) -> None:
+    # A group whose name begins like that of the mount is no part of it.
+    version_1(tmp_path, {"": 4 * GIB} | groups, own=f"/docker/{own}", mount_root="/docker/abc")
     assert memory_limit(tmp_path).n_bytes == 4 * GIB
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dasksc.memory import limits as process_memory
 from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
-from dasksc.storage.uncompressed import PlainArray
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -147,45 +145,3 @@ def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path
     os.truncate(path, 2**21)
     with pytest.raises(CorruptDataError, match="ends at byte"):
         file.read_direct(offsets, sizes)
-
-
-@given(data=st.data())
-def test_direct_reads_gather_what_lies_in_several_places(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 3000), min_size=1, max_size=5))
-    gaps = data.draw(st.lists(st.integers(0, 9000), min_size=len(lengths), max_size=len(lengths)))
-    is_written = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
-    order = data.draw(st.permutations(range(len(lengths))))
-    values = np.arange(sum(lengths), dtype=np.int32)
-    firsts = np.cumsum([0, *lengths[:-1]])
-    offsets, content = np.full(len(lengths), -1), b""
-    for i in order:
-        if is_written[i]:
-            content += bytes(gaps[i])
-            offsets[i] = len(content)
-            content += values[firsts[i] : firsts[i] + lengths[i]].tobytes()
-        else:
-            values[firsts[i] : firsts[i] + lengths[i]] = 7
-    path = tmp_path_factory.mktemp("direct") / "file"
-    path.write_bytes(content)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(values)), min_size=2, max_size=8)))
-    starts, stops = np.array(cuts[:-1]), np.array(cuts[1:])
-    array = PlainArray(
-        label="a test",
-        shape=values.shape,
-        dtype=values.dtype,
-        file=LocalFile(FileIdentity.of(str(path))),
-        firsts=firsts,
-        offsets=offsets,
-        fill=np.int32(7),
-        use_mmap="auto",
-    )
-    with (
-        mock.patch.multiple(files, _SHORT_BYTES=0, _PART_RANGES=2, _seem_cached=lambda *_: False),
-        files.mapping(is_allowed=False),
-    ):
-        reached = array.locate(starts, stops)
-    for at, start, stop in zip(reached.at.tolist(), cuts, cuts[1:], strict=False):
-        found = np.frombuffer((ctypes.c_char * (4 * (stop - start))).from_address(at), dtype=np.int32)
-        assert np.array_equal(found, values[start:stop])

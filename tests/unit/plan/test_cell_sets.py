@@ -1,7 +1,4 @@
-"""Sets of cells: their content, the draws of groups and controls, ranks, coverage and resuming.
-
-Statistical tests use fixed seeds; `ERROR` is the probability that a perfect generator fails one of them.
-"""
+"""Sets of cells: their content, the draws of groups and controls, ranks, coverage and resuming."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from dasksc.errors import InputError
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.sets import SetSampler
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
+from tests.support.twins import ERROR
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4
 SIZE = 6
 
 

@@ -1,8 +1,4 @@
-"""Plans of epochs: the rows that every rank reads, for any sizes.
-
-Statistical tests use fixed seeds and are therefore deterministic; `ERROR` is the probability that a
-perfect generator fails one of them.
-"""
+"""Plans of epochs: the rows that every rank reads, for any sizes."""
 
 from __future__ import annotations
 
@@ -23,10 +19,9 @@ from dasksc.plan import label_entropy as mixing
 from dasksc.plan.binding import bind
 from dasksc.plan.deal import BlockOrder
 from tests.support.sets import Own
+from tests.support.twins import ERROR
 
 pytestmark = pytest.mark.core
-
-ERROR = 1e-4
 
 
 class Shuffled(dasksc.SamplingStrategy):

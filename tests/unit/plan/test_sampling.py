@@ -1,8 +1,4 @@
-"""Draws of the strategies, and their errors for invalid arguments.
-
-Statistical tests use fixed seeds and are therefore deterministic; `ERROR` is the probability that a
-perfect generator fails one of them.
-"""
+"""Draws of the strategies, and their errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -26,10 +22,9 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import encode_labels
 from dasksc.plan.samplers import Sampler
 from tests.support.sets import Own
+from tests.support.twins import ERROR
 
 pytestmark = pytest.mark.core
-
-ERROR = 1e-4
 
 
 def sampler_of(strategy: dasksc.SamplingStrategy, n: int, obs: Any = None) -> Sampler:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from dasksc.memory.limits import own_bytes
 from dasksc.storage import buffers
 
 pytestmark = pytest.mark.core
@@ -66,10 +66,6 @@ def test_memory_that_is_referenced_in_any_way_is_not_reused(hold) -> None:
 
 
 def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
-    def anonymous_bytes() -> int:
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(fields["RssAnon"].split()[0]) * 1024
-
     n = 20 * 2**20
     large = np.ones(n, np.uint8)
     del large  # From here on, glibc allocates blocks of this size on its heap.
@@ -77,9 +73,9 @@ def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
         array = buffers.empty(n, np.uint8)
         array[:] = 1
         later = np.ones(n, np.uint8)
-        held = anonymous_bytes()
+        held = own_bytes()
         del array
-    assert held - anonymous_bytes() > 0.9 * n
+    assert held - own_bytes() > 0.9 * n
     del later
 
 

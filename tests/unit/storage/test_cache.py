@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import time
@@ -14,15 +13,46 @@ import numpy as np
 import pytest
 
 import dasksc
+from dasksc.storage import Cache
 from dasksc.storage.remote import cache as module
 from dasksc.storage.remote.cache import BLOCK_BYTES
-from tests.support.cached import LIMIT, Object, cache_in, files
+from dasksc.storage.remote.client import ObjectIdentity
 from tests.support.data import batches, dense, make_adata, write_store
 from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.programs
+
+LIMIT = 16 * BLOCK_BYTES
+
+
+class Object:
+    """Stored object of random bytes that records the byte ranges requested from it."""
+
+    def __init__(self, n_bytes: int, name: str = "object") -> None:
+        self.data = np.random.default_rng(len(name)).bytes(n_bytes)
+        self.identity = ObjectIdentity(path=f"s3://bucket/{name}", size=n_bytes, etag='"1"', modified="2026-01-01")
+        self.requests: list[tuple[int, int]] = []
+
+    def request(self, start: int, stop: int) -> memoryview:
+        self.requests.append((start, stop))
+        return memoryview(self.data)[start:stop]
+
+    def read(self, cache: Cache, start: int, stop: int) -> None:
+        got = cache.read(self.identity, start, stop, request=self.request)
+        assert bytes(got) == self.data[start:stop]
+
+
+def cache_in(folder: Path) -> Cache:
+    cache = Cache.of({"path": folder / "cache", "limit": LIMIT})
+    assert cache is not None
+    return cache
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of the blocks in a cache, including those being written."""
+    return [path for path in (folder / "cache").rglob("*") if path.is_file()]
 
 
 @pytest.fixture(autouse=True)
@@ -50,18 +80,12 @@ def test_an_incomplete_block_is_fetched_again(tmp_path: Path, damaged: Callable[
         assert len(thing.requests) == 2
 
 
-@contextlib.contextmanager
-def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
+def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
     try:
-        yield
+        Object(1000).read(cache_in(tmp_path), 0, 1000)
     finally:
         os.umask(before)
-
-
-def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: Path) -> None:
-    with umask(0):
-        Object(1000).read(cache_in(tmp_path), 0, 1000)
     folder = tmp_path / "cache"
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
     assert len(modes) == 3  # the folder, a subfolder and a block
@@ -100,6 +124,18 @@ def test_the_folder_stays_below_its_limit_and_the_least_recently_used_blocks_go(
         assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT, age
     assert len(things[0].requests) == 1
     assert len(files(tmp_path)) > LIMIT // BLOCK_BYTES // 2
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    Object(1000).read(cache_in(tmp_path), 0, 1000)
+    partial = tmp_path / "cache" / "new-of-a-killed-process"
+    partial.write_bytes(bytes(1000))
+    os.utime(partial, (0, 0))
+    module._written.clear()
+    for number in range(200):
+        Object(BLOCK_BYTES // 8, name=f"object{number}").read(cache_in(tmp_path), 0, BLOCK_BYTES // 8)
+    assert not partial.exists()
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT
 
 
 def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from dasksc.kernels import zstd as zstd_kernels
 from dasksc.kernels.lzf import decode_lzf
 from dasksc.storage import Matrix, chunked, open_matrix
 from dasksc.storage.codecs import Chain, Codec, Crc32c, Deflate, H5Lzf, Zstd, codec_of_config, zstd
-from tests.support.data import lzf
+from tests.support.data import lzf, rows_of
 
 pytestmark = pytest.mark.core
 
@@ -74,12 +74,6 @@ def stored_in(folder: Path, how: str, content: bytes) -> Matrix:
     group.create_array("X", shape=(N // 4, 4), chunks=(N // 4, 4), dtype="i4", compressors=ENCODED[how][0])
     (folder / "x.zarr" / "X" / "0.0").write_bytes(content)
     return open_matrix(folder / "x.zarr", "X")
-
-
-def rows_of(matrix: Matrix, rows: Any) -> np.ndarray:
-    out = np.empty((len(rows), 4), matrix.dtype)
-    matrix.fetch(np.asarray(rows)).gather(np.arange(len(rows)), out=out)
-    return out
 
 
 @given(

@@ -20,6 +20,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage import open_matrix
 from dasksc.storage.hdf5.strings import read_strings
+from tests.support.data import rows_of
 
 pytestmark = pytest.mark.core
 
@@ -27,10 +28,7 @@ VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
 
 
 def read(path: Path, key: str = "X") -> np.ndarray:
-    matrix = open_matrix(path, key)
-    out = np.full(matrix.shape, -1, dtype=matrix.dtype)
-    matrix.fetch(np.arange(matrix.shape[0])).gather(np.arange(matrix.shape[0]), out=out)
-    return out
+    return rows_of(open_matrix(path, key), np.arange(50))
 
 
 @pytest.mark.parametrize("chunks", [None, (7, 6)])

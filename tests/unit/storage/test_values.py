@@ -23,8 +23,7 @@ from tests.support.data import (
     write_store,
 )
 
-# AnnData 0.13 sets this deprecated pandas option when it subsets.
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
+pytestmark = pytest.mark.core
 
 # Large values of each type, and small ones that reveal a wrong sign or a lost fraction.
 STORED: dict[str, list[float]] = {

@@ -6,7 +6,6 @@ import struct
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +19,20 @@ from tests.support.hostile import bounded
 pytestmark = pytest.mark.core
 
 
-@pytest.mark.parametrize(("format", "mmap"), [("zarr2", True), ("zarr3", False)])
-def test_a_zipped_store_opens_as_its_directory(tmp_path: Path, format: str, mmap: Any) -> None:
+@pytest.mark.parametrize(
+    ("format", "mmap", "method"), [("zarr2", True, zipfile.ZIP_STORED), ("zarr3", False, zipfile.ZIP_DEFLATED)]
+)
+def test_a_zipped_store_opens_and_is_read_as_its_directory(
+    tmp_path: Path, format: str, mmap: bool, method: int
+) -> None:
     adata = make_adata()
     adata.raw = adata
     store = write_store(adata, tmp_path, format)
-    archive = zip_of(store)
+    archive = zip_of(store, method=method)
     same(dasksc.open(archive, mmap=mmap), dasksc.open(store, mmap=mmap))
     raw = dasksc.open(archive, raw=True)
     np.testing.assert_array_equal(dense(raw.X.compute()), dense(dasksc.open(store, raw=True).X.compute()))
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_batches_of_an_archive_are_those_of_its_directory(tmp_path: Path, method: int) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    for ours, theirs in zip(batches(zip_of(store, method=method)), batches(store), strict=True):
+    for ours, theirs in zip(batches(archive), batches(store), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

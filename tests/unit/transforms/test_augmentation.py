@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import islice
 from typing import Any
 
@@ -89,14 +90,15 @@ def test_counts_stay_whole_and_no_more_are_kept_than_there_were():
     assert MaskGenes(0.0)(batch_of(values)).X.equal(values)
 
 
+@pytest.mark.parametrize("transform", KINDS[:2], ids=repr)
 @pytest.mark.parametrize(
-    ("layout", "bad"), [("dense", 0.5), ("csr", -1.0), ("dense", float("nan")), ("csr", float("inf"))]
+    ("layout", "bad"), [("dense", 0.5), ("csr", -1.0), ("dense", float("nan")), ("csr", float("inf")), ("csr", 2.0**60)]
 )
-def test_values_that_are_no_counts_are_named(layout, bad):
-    values = torch.zeros((4, N_VARS))
-    values[2, 67], values[2, 3] = bad, 4
-    with pytest.raises(InputError, match=f"{bad}.*1002.*67"):
-        Downsample(0.5)(batch_of(values, layout))
+def test_the_first_value_that_is_no_count_is_named(transform, layout, bad):
+    values = torch.zeros((4, N_VARS), dtype=torch.float64)
+    values[2, 67], values[2, 3], values[3, 0] = bad, 4, bad
+    with pytest.raises(InputError, match=re.escape(str(bad)) + ".*1002.*67"):
+        transform(batch_of(values, layout, torch.float64))
     assert dense(MaskGenes(0.5)(batch_of(values, layout)).X).shape == values.shape
 
 
