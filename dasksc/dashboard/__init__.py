@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 import distributed
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -48,14 +49,15 @@ def install(target: Any) -> str | None:
     Returns
     -------
     str or None
-        Link to the page, with the host in Dask's link to its dashboard; None for a Scheduler.
+        Link to the page; None for a Scheduler. If the dashboard listens on loopback or is disabled, the link works only
+        on the scheduler's machine.
 
     Examples
     --------
     >>> import distributed
     >>> with distributed.LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0") as cluster:
     ...     print(dasksc.dashboard.install(cluster))
-    http://...:.../loader
+    http://127.0.0.1:.../loader
     """
     if isinstance(target, distributed.Client):
         if target.asynchronous:
@@ -63,13 +65,30 @@ def install(target: Any) -> str | None:
                 f"the Client {target!r} is asynchronous. Give one made with asynchronous=False, or start a scheduler "
                 "that has the loader page: dask scheduler --preload dasksc.dashboard"
             )
-        target.run_on_scheduler(dask_setup)
+        listens_at = target.run_on_scheduler(_set_up)
     elif isinstance(scheduler := getattr(target, "scheduler", target), distributed.Scheduler):
-        dask_setup(scheduler)
+        listens_at = _set_up(scheduler)
     else:
         raise InputError(f"a Client, LocalCluster or Scheduler is needed; got {target!r}")
     link = getattr(target, "dashboard_link", None)
-    return f"{link.removesuffix('status')}loader" if link else None
+    return _with_host(f"{link.removesuffix('status')}loader", listens_at) if link else None
+
+
+def _set_up(dask_scheduler: Any) -> tuple[str, int] | None:
+    """Add the page to a scheduler in this process; return the host and port of its dashboard."""
+    dask_setup(dask_scheduler)
+    server = getattr(dask_scheduler, "http_server", None)  # set when the server starts
+    return None if server is None else (str(server.address), int(server.port))
+
+
+def _with_host(link: str, listens_at: tuple[str, int] | None) -> str:
+    """Return Dask's link, which has the host of the scheduler, with the host on which the dashboard listens."""
+    parts = urlsplit(link)
+    # Unchanged on all interfaces, and if ``distributed.dashboard.link`` sets another link, such as that of a proxy.
+    if listens_at is None or listens_at[0] in ("", "0.0.0.0", "::") or parts.port != listens_at[1]:
+        return link
+    host, port = listens_at
+    return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()
 
 
 def dask_setup(dask_scheduler: Any) -> None:

@@ -20,6 +20,7 @@ from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
+from dasksc.readers.catalog import files_of
 from dasksc.readers.locations import where_of
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened as opened_store
@@ -79,7 +80,9 @@ def describe(
         opened = data
         if not isinstance(data, AnnData):
             several = atlas_inputs(data, chosen.storage_options)
-            parts = parts if several is None else [one for _, one in several]
+            parts = (
+                files_of(where_of(data, chosen), chosen) or parts if several is None else [one for _, one in several]
+            )
             opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.readers.anndata import AnnDataStore
-from dasksc.readers.interface import Reader, Store, StoredMatrix
+from dasksc.readers.interface import Reader, Store
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
     AbsentMatrix,
@@ -48,8 +48,6 @@ from dasksc.storage.zarr.reader import ZarrFile
 
 _AGAIN = "Index the files again: dasksc index PATHS --out"
 _COST = FetchCost.__dataclass_fields__
-# Number of files whose storage is described.
-_N_DESCRIBED = 64
 # Number of the file of a part that lacks the matrix.
 _NONE = -1
 
@@ -93,15 +91,6 @@ class _CatalogStore(AnnDataStore):
             return super().matrix(key)
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
 
-    def description(self) -> Iterator[StoredMatrix]:
-        """Describe the storage of the matrices in the first files."""
-        from dasksc.readers.registry import opened  # which has this reader
-
-        for file in self._files[:_N_DESCRIBED]:
-            where = file.location if isinstance(file, RemoteFile) else file
-            with opened(where.path if isinstance(where, LocalFile) else where, self._options) as store:
-                yield from store.description()
-
     @cached_property
     def _files(self) -> list[_File]:
         """Files of the atlas, which have not changed since they were indexed."""
@@ -140,6 +129,15 @@ class _CatalogStore(AnnDataStore):
                     f"{', '.join(paths[:3])}. {_AGAIN} {self._path}"
                 )
         return found
+
+
+def files_of(path: str | RemoteLocation, options: OpenOptions) -> list[str | RemoteLocation]:
+    """Return the files of a catalogue; none if the path is of another format."""
+    reader = CatalogReader()
+    if not reader.matches(path):
+        return []
+    files = cast(_CatalogStore, reader.open(path, options))._files
+    return [one if isinstance(one, RemoteLocation) else getattr(one, "location", one.path) for one in files]
 
 
 class _UnopenedMatrix:

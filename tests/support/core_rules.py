@@ -20,7 +20,7 @@ import dasksc.conversion
 import dasksc.inference
 import dasksc.loader  # noqa: F401, the first test would import them
 
-LIMIT_S = 3.0  # 2 s, and the noise of a machine in use
+LIMIT_S = 2.0
 SMOKES = (
     "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, two ranks, Dask workers
     "tests/integration/ranks/test_ddp.py",  # torchrun
