@@ -56,7 +56,8 @@ def test_a_catalogue_opens_as_its_files_and_moves_with_them(paths: list[str], tm
     assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
     expected = dasksc.open(paths, join=join, label="file")
     same(dasksc.open(tmp_path / "all.catalog"), expected)
-    assert {one.key for one in dasksc.describe(tmp_path / "all.catalog", seconds=0).matrices} >= {"X", "raw/X"}
+    described = dasksc.describe(tmp_path / "all.catalog", seconds=0)
+    assert (described.n_files, {one.key for one in described.matrices} >= {"X", "raw/X"}) == (4, True)
     X, folder = dense(expected.X.compute()), tmp_path / "elsewhere"
     folder.mkdir()
     for path in (*paths, tmp_path / "all.catalog"):

@@ -68,8 +68,7 @@ def dataset(atlas: Path, client: Any, **options: Any) -> dasksc.scDataset:
 
 
 def test_the_page_loads_nothing_from_elsewhere(cluster):
-    assert dashboard.install(cluster).endswith("/loader")
-    page = served(address(cluster, "loader"))
+    page = served(dashboard.install(cluster))
     assert not re.search(r"""(src|href)=["'](https?:)?//""", page)
     assert loaders(cluster) == []
 
