@@ -80,9 +80,10 @@ def describe(
         opened = data
         if not isinstance(data, AnnData):
             several = atlas_inputs(data, chosen.storage_options)
-            parts = (
-                files_of(where_of(data, chosen), chosen) or parts if several is None else [one for _, one in several]
-            )
+            if several is not None:
+                parts = [one for _, one in several]
+            elif files := files_of(where_of(data, chosen), chosen):
+                parts = [*files]
             opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
