@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.batches.batch import Memory, by_parts, csr_tensor, map_tensors, on_device
+from dasksc.batches.batch import Memory, by_parts, csr_tensor, map_tensors, on_device, torch_dtype
 from dasksc.storage import buffers
 
 # The parts of a block begin at multiples of this number of bytes.
@@ -45,7 +45,7 @@ class Block(Memory):
         # Tensors that hold all memory on the device
         self.held = [self.there]
         self._views = {torch.uint8: self.there}
-        self._start = self.here.data_ptr()
+        self._places: dict[int, tuple[int, NDArray[Any]]] = {}  # first bytes of arrays in the block, by their ids
         self._n_used = 0
         # A staged block holds tensors of the host for transforms, whose results are then moved.
         self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
@@ -53,17 +53,23 @@ class Block(Memory):
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an uninitialized array in the block, or elsewhere if the block has no room for it."""
         dtype = np.dtype(dtype)
-        n_bytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-        start = -(-self._n_used // _ALIGNMENT) * _ALIGNMENT
+        n_bytes = (math.prod(shape) if isinstance(shape, tuple) else shape) * dtype.itemsize
+        start = self._n_used + -self._n_used % _ALIGNMENT
         if start + n_bytes > len(self._array):
             return super().empty(shape, dtype)
         self._n_used = start + n_bytes
-        return np.ndarray(shape, dtype, self._array, start)
+        array: NDArray[Any] = np.ndarray(shape, dtype, self._array, start)
+        self._places[id(array)] = start, array
+        return array
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor:
         """Return a tensor of the values of an array, where `moved` puts it unless the block `is_staged`."""
-        tensor = super().tensor(array)
-        return tensor if self._is_staged else self.moved(tensor)
+        if self._is_staged:
+            return super().tensor(array)
+        # The tensors of most arrays are made without a tensor on the host, which takes as long.
+        if (known := self._places.get(id(array))) is None:
+            return self.moved(super().tensor(array))
+        return self._view(torch_dtype(array.dtype), array.shape, known[0])
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a strided tensor where the batch goes: in the block if it lies there or is small, or by itself."""
@@ -76,7 +82,7 @@ class Block(Memory):
                 copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 place = self._place(copy)
             if place is not None:
-                return self._view(tensor, place)
+                return self._view(tensor.dtype, tensor.shape, place)
         if self._is_pinned and tensor.is_cpu:
             tensor = tensor.pin_memory()
         if self._device is not None:
@@ -86,14 +92,15 @@ class Block(Memory):
 
     def _place(self, tensor: torch.Tensor) -> int | None:
         """Return the byte of the block at which a tensor begins; None if it lies elsewhere."""
-        start = tensor.data_ptr() - self._start
+        start = tensor.data_ptr() - self.here.data_ptr()
         return start if 0 <= start <= self._n_used - tensor.nbytes else None
 
-    def _view(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        dtype = tensor.dtype
+    def _view(self, dtype: torch.dtype, shape: tuple[int, ...], place: int) -> torch.Tensor:
+        """Return the contiguous tensor of the device that begins at a byte of the block."""
         if dtype not in self._views:
             self._views[dtype] = self.there.view(dtype)
-        return self._views[dtype].as_strided(tensor.shape, tensor.stride(), place // dtype.itemsize)
+        strides = (1,) if len(shape) == 1 else [math.prod(shape[i:]) for i in range(1, len(shape) + 1)]
+        return self._views[dtype].as_strided(shape, strides, place // dtype.itemsize)
 
     def copy(self) -> None:
         """Begin to copy the used memory to the device."""

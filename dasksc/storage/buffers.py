@@ -28,6 +28,15 @@ _SMALL_BYTES = 2**16
 _MAPPED_BYTES = 2**22
 
 
+class _Lease(np.ndarray[Any, Any]):
+    """View of a buffer that returns it when the view is freed."""
+
+    returned: deque[NDArray[np.uint8]]
+
+    def __del__(self) -> None:
+        self.returned.append(self.base)  # type: ignore[arg-type]
+
+
 class _Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,12 +76,12 @@ class _Pool:
             # longest are freed first: `_idle` is keyed by size, and dicts keep insertion order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
-        # NumPy collapses chains of views: the base of a view of a view is the original array. The base of `root` is a
-        # memoryview, so views keep `root` itself alive. `root` has the requested type and size, since SciPy copies
+        # NumPy collapses chains of views: the base of a view of a view is the original array. The base of this array is
+        # a memoryview, so views keep the array itself alive. It has the requested type and size, since SciPy copies
         # arrays smaller than half of their base.
-        root = np.frombuffer(buffer.data, dtype=dtype, count=n)
-        weakref.finalize(root, self._returned.append, buffer).atexit = False
-        return root
+        lease = buffer.view(_Lease)
+        lease.returned = self._returned
+        return np.frombuffer(lease.data, dtype=dtype, count=n)
 
     def kept_bytes(self) -> int:
         """Return the size of used and idle memory, in bytes."""
