@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from dasksc.pushdown import leaf_matrix
 from dasksc.readers.catalog import Identity, as_text, write_matrix
 from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import identities
+from dasksc.storage.remote.urls import ZARR_MARKERS
 
 
 @with_options_of(open_atlas)
@@ -102,17 +105,28 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
 
 
 def _table_of(files: dict[str, Identity | None], folder: Path, storage_options: Any) -> pd.DataFrame:
-    unknown = [RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)]
-    of_urls = iter(identities(unknown))
-    rows: list[tuple[str, int, str, str]] = []
+    unknown = {
+        path: RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)
+    }
+    found = dict(zip(unknown, identities(list(unknown.values())), strict=True))
+    rows: list[tuple[str, str, int, str, str]] = []
     for path, known in files.items():
-        if is_url(path):
-            one = known or next(of_urls)
-            assert not isinstance(one, FileIdentity)
-            # A store of many objects has no version.
-            rows.append((path, -1, "", "") if one is None else (path, one.size, one.etag or "", one.modified))
-        else:
-            local = known if isinstance(known, FileIdentity) else FileIdentity.of(path)
-            rows.append((os.path.relpath(path, folder), local.size, "", str(local.mtime_ns)))
-    table = pd.DataFrame(rows, columns=["path", "size", "etag", "modified"])
+        one, member = known or found.get(path), ""
+        if not is_url(path):
+            one = one if isinstance(one, FileIdentity) else FileIdentity.of(path)
+            rows.append((os.path.relpath(path, folder), member, one.size, "", str(one.mtime_ns)))
+            continue
+        assert not isinstance(one, FileIdentity)
+        if one is None:
+            member, one = _metadata_of(unknown[path])
+        rows.append((path, member, one.size, one.etag or "", one.modified))
+    table = pd.DataFrame(rows, columns=["path", "member", "size", "etag", "modified"])
     return table.set_axis(table.index.astype(str))
+
+
+def _metadata_of(store: RemoteLocation) -> tuple[str, ObjectIdentity]:
+    """Return the name and the version of the metadata of a store of many objects, which is as old as the store."""
+    found = zip(ZARR_MARKERS, identities([store.below(name) for name in ZARR_MARKERS]), strict=True)
+    member, identity = next((name, one) for name, one in found if one is not None)
+    # Metadata that are written again are often equal, and so are their ETags.
+    return member, replace(identity, etag=None)

@@ -97,30 +97,31 @@ class _CatalogStore(AnnDataStore):
         table, options = read_elem(self._root["files"]), self._options
         folder = os.path.dirname(str(self._path))
         found: list[_File] = []
-        for path, size, etag, modified in zip(*(table[name].tolist() for name in table), strict=True):
+        recorded: list[tuple[RemoteLocation | None, Identity]] = []
+        for path, member, size, etag, modified in zip(*(table[name].tolist() for name in table), strict=True):
             if not is_url(path):
                 path = os.path.normpath(os.path.join(folder, path))
-                found.append(LocalFile(FileIdentity(path=path, size=size, mtime_ns=int(modified))))
+                file = LocalFile(FileIdentity(path=path, size=size, mtime_ns=int(modified)))
+                found.append(file)
+                recorded.append((None, file.identity))
                 continue
             where = RemoteLocation.of(path, options.storage_options)
             identity = ObjectIdentity(path=path, size=size, etag=etag or None, modified=modified)
-            found.append(where if size < 0 else RemoteFile(where, identity, cache=options.cache_of(where)))
-        remote = [file.location for file in found if isinstance(file, RemoteFile)]
-        objects = iter(identities(remote))
+            found.append(where if member else RemoteFile(where, identity, cache=options.cache_of(where)))
+            recorded.append((where.below(member) if member else where, identity))
+        objects = iter(identities([one for one, _ in recorded if one is not None]))
         gone, changed = [], []
-        for file in found:
-            if isinstance(file, RemoteLocation):  # a store of many objects
-                continue
+        for location, then in recorded:
             try:
-                now: Any = FileIdentity.of(file.path) if isinstance(file, LocalFile) else next(objects)
+                now: Any = FileIdentity.of(then.path) if location is None else next(objects)
                 if now is None:
-                    gone.append(file.path)
+                    gone.append(then.path)
                 else:
-                    file.identity.compare(now)
+                    then.compare(now)
             except CorruptDataError:
-                changed.append(file.path)
+                changed.append(then.path)
             except OSError:
-                gone.append(file.path)
+                gone.append(then.path)
         for paths, what in ((gone, "are gone"), (changed, "have changed")):
             if paths:
                 kind = MissingPathError if paths is gone else CorruptDataError

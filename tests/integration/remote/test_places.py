@@ -367,6 +367,21 @@ def test_a_catalogue_of_urls_opens_as_the_files(parts: Path, web: HTTPServer, tm
     same(dasksc.open(tmp_path / "all.catalog"), local)
 
 
+@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+def test_a_store_of_many_objects_that_changed_or_is_gone_is_named(
+    parts: Path, web: HTTPServer, tmp_path: Path, format: str
+) -> None:
+    store, catalog = write_store(make_adata(), parts, format), tmp_path / "all.catalog"
+    dasksc.index([f"{web.url}/{store.name}"], catalog)
+    same(dasksc.open(catalog), dasksc.open([store]))
+    touch_later(next(path for path in store.iterdir() if path.name in ("zarr.json", ".zgroup")))
+    with pytest.raises(dasksc.CorruptDataError, match=store.name):
+        dasksc.open(catalog)
+    shutil.rmtree(store)
+    with pytest.raises(dasksc.MissingPathError, match=store.name):
+        dasksc.open(catalog)
+
+
 @pytest.mark.parametrize("etags", [True, False])
 @pytest.mark.parametrize("name", ["0.h5ad", "1.h5ad"])
 def test_an_object_that_changed_or_is_gone_is_named(
