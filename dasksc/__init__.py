@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from dasksc import readers as readers
     from dasksc import tokens as tokens
     from dasksc import transforms as transforms
-    from dasksc.atlas.catalog import index as index
     from dasksc.atlas.filtering import rows_where as rows_where
     from dasksc.atlas.modalities import Modalities as Modalities
+    from dasksc.atlas.opening import index as index
     from dasksc.atlas.opening import open as open
     from dasksc.atlas.splitting import leaks as leaks
     from dasksc.atlas.splitting import split as split
-    from dasksc.atlas.view import AnnDataView as AnnDataView
+    from dasksc.atlas.stored import AnnDataView as AnnDataView
     from dasksc.batches.batch import Batch as Batch
     from dasksc.conversion import convert as convert
     from dasksc.inference import predict as predict
@@ -63,12 +63,11 @@ if TYPE_CHECKING:
 
 # Public names by module. They are imported on first use, so that planning and reading do not require torch.
 _NAMES = {
-    "atlas.catalog": ["index"],
     "atlas.filtering": ["rows_where"],
     "atlas.modalities": ["Modalities"],
-    "atlas.opening": ["open"],
+    "atlas.opening": ["index", "open"],
     "atlas.splitting": ["leaks", "split"],
-    "atlas.view": ["AnnDataView"],
+    "atlas.stored": ["AnnDataView"],
     "batches.batch": ["Batch"],
     "conversion": ["convert"],
     "inference": ["predict"],

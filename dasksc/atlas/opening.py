@@ -1,4 +1,4 @@
-"""Opening of atlases as an AnnData of Dask arrays.
+"""Opening of atlases as an AnnData of Dask arrays, and catalogues, which hold what opening many files found.
 
 X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Opening reads obs, the annotations
 of genes (var, varm, varp) and uns into memory.
@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import dask.array as da
 import pandas as pd
+import zarr
 from anndata import AnnData
+from anndata.io import write_elem
 
-from dasksc.atlas.assemble import Elements, raw_of, unchecked
-from dasksc.atlas.attaching import attach_elements
+from dasksc._compat import without_collection
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
+from dasksc.atlas.elements import Elements, attach_elements, matrix_behind, raw_of, unchecked
 from dasksc.atlas.inputs import atlas_inputs, describe_rows, quoted, selected_files
-from dasksc.atlas.stored import Extent, open_anndata, open_elements, remote_files
+from dasksc.atlas.stored import Extent, layers_of, open_anndata, open_elements, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
-from dasksc.displays import first_of
+from dasksc.displays import first_of, with_options_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
-from dasksc.platforms import without_collection
+from dasksc.pushdown import leaf_matrix
 from dasksc.readers.arrays import Lazy
+from dasksc.readers.catalog import Identity, as_text, write_matrix
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
-from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
-from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage import Cache, ConcatenatedMatrix, RemoteLocation, UseMmap, is_url
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.remote_file import RemoteFile, identities
 
 logger = logging.getLogger("dasksc.collection")
 
@@ -402,3 +408,98 @@ def is_several(data: Any) -> bool:
     if type(items) not in (list, tuple):
         return False
     return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
+
+
+@with_options_of(open)
+def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
+    """Write a catalogue of many files, which `dasksc.open` opens in seconds.
+
+    The catalogue holds the joined obs, var and tables of obsm, and the places of all matrices. Matrices themselves stay
+    in the files, which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check,
+    objects at URLs are listed, or requested without their content if they cannot be listed.
+
+    Parameters
+    ----------
+    data
+        Several files or stores, as for `dasksc.open`.
+    out
+        Path of the catalogue, ending with ``.catalog``. Paths of files are stored relative to its folder.
+    obs, mmap, names, join, label, keys, index_unique, merge, fill_value, raw, storage_options, cache, feature_types
+        As for `dasksc.open`.
+    genome, reader_options, attach, files, where, on_error
+        As for `dasksc.open`.
+
+    Returns
+    -------
+    int
+        Number of files in the catalogue.
+
+    Raises
+    ------
+    InputError
+        If `out` has another ending, or a matrix is not stored in a file.
+    DaskscError
+        As for `dasksc.open`.
+
+    Examples
+    --------
+    >>> dasksc.index("plates/*.h5ad", "plates.catalog")
+    2
+    >>> dasksc.open("plates.catalog").shape
+    (600, 100)
+    """
+    target = Path(out).absolute()
+    if target.suffix != ".catalog":
+        raise InputError(f"out={os.fspath(out)!r} must end with .catalog, by which dasksc.open recognizes catalogues")
+    adata = open(data, **options)
+    matrices = {"X": adata.X} if adata.X is not None else {}
+    matrices |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
+    tables = {name: array for name, array in adata.obsm.items() if isinstance(array, pd.DataFrame)}
+    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if name not in tables}
+    if adata.raw is not None:
+        matrices["raw/X"] = adata.raw.X
+    files: dict[str, Identity | None] = {}
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        # An archive cannot replace members, as AnnData does while it writes.
+        members: dict[str, Any] = {}
+        root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
+        obs = adata.obs.set_axis(adata.obs.index.astype(str))
+        types: dict[str, dict[str, str]] = {}
+        for name, table in {"obs": obs, "var": adata.var}.items():
+            written, types[name] = as_text(table)
+            write_elem(root, name, written)
+        root.attrs["dasksc-texts"] = types
+        write_elem(root, "obsm", {name: table.set_axis(obs.index) for name, table in tables.items()})
+        if adata.raw is not None:
+            write_elem(root, "raw", {"var": adata.raw.var})
+        for key, array in matrices.items():
+            if leaf_matrix(array) is None:
+                raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
+            write_matrix(root, key, matrix_behind(array), files)
+        write_elem(root, "files", _table_of(files, target.parent, options.get("storage_options")))
+        root.attrs["dasksc-catalog"] = list(matrices)
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name, buffer in members.items():
+                archive.writestr(name, buffer.to_bytes())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(files)
+
+
+def _table_of(files: dict[str, Identity | None], folder: Path, storage_options: Any) -> pd.DataFrame:
+    unknown = [RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)]
+    of_urls = iter(identities(unknown))
+    rows: list[tuple[str, int, str, str]] = []
+    for path, known in files.items():
+        if is_url(path):
+            one = known or next(of_urls)
+            assert not isinstance(one, FileIdentity)
+            # A store of many objects has no version.
+            rows.append((path, -1, "", "") if one is None else (path, one.size, one.etag or "", one.modified))
+        else:
+            local = known if isinstance(known, FileIdentity) else FileIdentity.of(path)
+            rows.append((os.path.relpath(path, folder), local.size, "", str(local.mtime_ns)))
+    table = pd.DataFrame(rows, columns=["path", "size", "etag", "modified"])
+    return table.set_axis(table.index.astype(str))

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas.assemble import require_key
 from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
+from dasksc.atlas.elements import require_key
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.modalities import Modalities

@@ -13,8 +13,8 @@ import pandas as pd
 from dask.base import tokenize
 
 from dasksc import config
-from dasksc.atlas.assemble import require_key
 from dasksc.atlas.concat import MERGES, Join, check_fill_value
+from dasksc.atlas.elements import require_key
 from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
 from dasksc.checks import check_flags, check_one_of, name_or_none, names_or_none, true_or_false, whole_number
 from dasksc.conversion.contents import Contents, contents_of, matrices_of

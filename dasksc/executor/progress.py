@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from dasksc.errors import InputError
-from dasksc.executor.diagnosis import diagnosis
+from dasksc.executor.reporting import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
 from dasksc.plan.epoch_plan import EpochPlan
 

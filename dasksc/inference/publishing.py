@@ -18,7 +18,7 @@ import pandas as pd
 import zarr
 from anndata.io import write_elem
 
-from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
+from dasksc.atlas.elements import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.errors import InputError, StorageError
 from dasksc.output.elements import is_node
 from dasksc.output.work_folder import WorkFolder

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dasksc.errors import StorageError
-from dasksc.plan.agreement import shared_store
-from dasksc.plan.ranks import World
+from dasksc.plan.ranks import World, shared_store
 
 _POLL_S = 0.05
 # Number of calls of `predict` that this process has begun, by rank and group, which tells records of calls apart.

@@ -30,11 +30,10 @@ from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory.model import ReadingMode
+from dasksc.memory import ReadingMode
 from dasksc.multiindexable import take_rows
-from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.deal import ConsumedSegment, FetchPlan
 from dasksc.plan.epoch_plan import EpochPlan
-from dasksc.plan.fetches import FetchPlan
 
 # Maximum number of row numbers in the note of an error about a batch.
 _N_ROWS_SHOWN = 16

@@ -12,14 +12,14 @@ from dask.utils import format_bytes
 from torch.utils.data import get_worker_info
 
 from dasksc import checks, config
+from dasksc import memory as process_memory
 from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.executor.schedulers import FetchScheduler, default_threads
-from dasksc.loader.rank_session import RankSession
+from dasksc.loader.position import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory import limits as process_memory
-from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
+from dasksc.memory import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
 from dasksc.storage import buffers
 
 logger = logging.getLogger("dasksc.loader")

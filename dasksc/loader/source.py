@@ -19,21 +19,21 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas.assemble import Elements, matrix_behind, require_key
-from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.elements import Elements, matrix_behind, require_key
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import atlas_inputs, stem_of
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
-from dasksc.atlas.view import AnnDataView
+from dasksc.atlas.stored import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
+from dasksc.memory import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
+from dasksc.plan.labels import encode_column
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (

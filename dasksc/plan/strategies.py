@@ -33,9 +33,7 @@ from dasksc.plan.labels import (
     max_draws,
     shares_of,
 )
-from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler
-from dasksc.plan.stratified import StratifiedSampler
-from dasksc.plan.weighted import WeightedSampler, Weights
+from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler, StratifiedSampler, WeightedSampler, Weights
 
 __all__ = [
     "BlockShuffling",

@@ -15,10 +15,9 @@ import numpy as np
 
 from dasksc.errors import InputError
 from dasksc.pushdown.compiler import NotRowLocalError
-from dasksc.pushdown.dask_leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.pushdown.dask_matrix import DaskMatrix
+from dasksc.pushdown.dask_arrays import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
 from dasksc.pushdown.functions import row_local
-from dasksc.pushdown.row_matrix import RowLocalMatrix
+from dasksc.pushdown.matrices import DaskMatrix, RowLocalMatrix
 from dasksc.storage import Matrix
 
 __all__ = [
