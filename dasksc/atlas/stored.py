@@ -21,7 +21,7 @@ from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
 from dasksc.readers.locations import naming_errors, where_of
 from dasksc.readers.names import names_in_pieces
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import ACCEPTED, OpenOptions, refuse_feature_choice
 from dasksc.readers.registry import opened, reader_of
 from dasksc.readers.survey import surveyed
 from dasksc.storage import Matrix, RemoteLocation, is_url, redact_url
@@ -31,10 +31,27 @@ Extent = Literal["all", "batches", "joined"]
 """Elements to open: all, those that batches may need (obs, var, X, layers, obsm), or those of joined atlases."""
 
 
-def open_elements(
-    path: str, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all", file: RemoteFile | None = None
+def open_one(
+    data: Any,
+    obs: Sequence[str] | None,
+    options: OpenOptions,
+    extent: Extent = "all",
+    file: RemoteFile | None = None,
 ) -> Elements:
-    """Open elements of the atlas at a path or URL; `file` is the object at the URL, if it is known."""
+    """Open elements of one atlas: an AnnData, or a path or URL; `file` is the object at the URL, if it is known."""
+    if isinstance(data, AnnData):
+        return _of_anndata(data, obs, options)
+    if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
+        names = list(data.mod)
+        raise InputError(
+            f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "
+            f"one of them: {f'data[{names[0]!r}]' if names else 'an AnnData'}"
+        )
+    if not isinstance(data, str | os.PathLike):
+        raise InputError(
+            f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
+        )
+    path = os.fspath(data)
     where = where_of(path, options)
     if extent == "joined":
         found = _surveyed(where, obs, options, file)
@@ -201,8 +218,16 @@ def _entries(store: Store, keys: Collection[str], group: str, options: OpenOptio
     }
 
 
-def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
+def _of_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
     """Return the elements of an AnnData, with its matrices lazy."""
+    refuse_feature_choice(options, "an AnnData")
+    if options.reader_options:
+        raise InputError("reader_options= are for paths; give them when the path is opened")
+    if not options.mmap and not adata.isbacked and isinstance(adata.X, da.Array):
+        raise InputError(
+            "mmap=False has no effect on an AnnData that is already open; give it when the file is opened: "
+            "dasksc.open(path, mmap=False)"
+        )
     table = _indexed(_in_memory(adata.obs), options)
     if obs is not None:
         table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]

@@ -23,8 +23,8 @@ from dasksc.conversion.tables import StagedNames, check_tables
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.inputs import leaves_read, token_of
 from dasksc.output.work_folder import StoreWorkFolder
+from dasksc.pushdown import leaves_read, token_of
 from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache, Matrix, is_url
 

@@ -69,11 +69,6 @@ def fetch_name(source: str, plan: EpochPlan) -> str:
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"
 
 
-def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int64]:
-    """Return the rows of one part. A part is contiguous in `rows`, so that parts share few chunks."""
-    return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
-
-
 class AssembledFetches:
     """Fetches assembled from their `n_parts` parts each, which a window yields. Iterating yields ``(k, fetched)``."""
 

@@ -3,7 +3,7 @@
 Each rank predicts a contiguous range of units and writes them as shards (`dasksc.inference.store`). At any time, only
 the batches read ahead and the predictions that are not yet written are in memory. The rank that finds all shards
 complete publishes the result. In a process group, the call then returns on every rank; if one rank fails, it fails on
-every rank (`dasksc.inference.ranks`).
+every rank (`dasksc.inference.publishing`).
 
 Under FSDP, every call of the model is collective. Ranks with fewer batches repeat a batch and discard its result.
 """
@@ -30,18 +30,16 @@ from dasksc.batches.batch import device_of
 from dasksc.checks import check_flags
 from dasksc.displays import brief, with_options_of
 from dasksc.errors import InputError
+from dasksc.executor.progress import progress_bar
 from dasksc.inference.model import Outputs, Predictor, check_categories, check_name, nan_rows
-from dasksc.inference.publishing import target_path
-from dasksc.inference.ranks import Ranks
+from dasksc.inference.publishing import Ranks, target_path
 from dasksc.inference.store import COMPLETE, NEW, PredictionStore, ShardWriter
 from dasksc.inspection.report import Report
 from dasksc.loader.dataset import scDataset
 from dasksc.loader.source import MatrixSource
-from dasksc.output.inputs import token_of
-from dasksc.output.progress_bars import progress_bar
 from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
-from dasksc.pushdown import matrix_of
+from dasksc.pushdown import matrix_of, token_of
 from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
 from dasksc.transforms.composed import Transforms

@@ -19,7 +19,7 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
-from dasksc.plan.ranks import Agreement, World
+from dasksc.plan.ranks import Agreement, World, torch_distributed
 from dasksc.storage.dtypes import text_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RankSession:
     def fix_world_if_distributed(self) -> None:
         """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet."""
         # A world of one rank is not fixed, because a process group may be created later.
-        if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
+        if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or torch_distributed()):
             self.fix_world()
 
     def fix_world(self) -> World:

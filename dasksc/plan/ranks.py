@@ -314,13 +314,8 @@ class Agreement:
         self._world = world
         self._given_store = store
         ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
-        has_peers = world.world_size > 1 and (store is not None or self.is_possible())
+        has_peers = world.world_size > 1 and (store is not None or torch_distributed() is not None)
         self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Return True if a shared store exists now."""
-        return torch_distributed() is not None
 
     def _under(self, prefix: str) -> Any:
         if self._given_store is None:

@@ -49,9 +49,9 @@ class DaskMatrix:
     # holds one row chunk at a time, and the result. Intermediate results that both the first and the last row chunk
     # use, such as a mean over the rows, are computed by the first fetch and kept if they are small.
 
-    def __init__(self, array: da.Array, label: str | None = None) -> None:
+    def __init__(self, array: da.Array) -> None:
         self.array = array
-        self.label = label or f"Dask array {array.name}"
+        self.label = f"Dask array {array.name}"
         self.layout = _layout_of(array)
         self.shape: tuple[int, int] = (int(array.shape[0]), int(array.shape[1]))
         self.dtype: np.dtype[Any] = array.dtype
@@ -137,7 +137,7 @@ class DaskMatrix:
     def __reduce__(self) -> tuple[Any, ...]:
         # DataLoader workers receive the matrix by plain pickle, which cannot serialize lambdas given to map_blocks.
         if self._pickled is None:
-            self._pickled = cloudpickle.dumps((self.array, self.label))
+            self._pickled = cloudpickle.dumps(self.array)
         return _load_dask_matrix, (type(self), self._pickled)
 
     def __repr__(self) -> str:
@@ -147,8 +147,7 @@ class DaskMatrix:
 # Matrices are sent to other processes with every fetch. The cache avoids unpickling the same graphs each time.
 @lru_cache(maxsize=8)
 def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
-    array, label = cloudpickle.loads(state)
-    return kind(array, label)
+    return kind(cloudpickle.loads(state))
 
 
 def _layout_of(array: da.Array) -> Layout:
@@ -339,8 +338,8 @@ def _aligned(constants: list[Any], nodes: tuple[Apply, ...], needs: Needs) -> An
 class RowLocalMatrix(DaskMatrix):
     """Matrix over a Dask array, each row of which comes from single rows of stored matrices."""
 
-    def __init__(self, array: da.Array, label: str | None = None) -> None:
-        super().__init__(array, label)
+    def __init__(self, array: da.Array) -> None:
+        super().__init__(array)
         compiler = Compiler(array, self._tasks)
         self._blocks = compiler.blocks()
         self._constants: dict[Key, Any] = {}
