@@ -128,8 +128,7 @@ def epoch_array(
     # Dask computes equal keys only once, and a matrix in memory has no identifier, so the name must be unique.
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
-    spec = _ChunkSpec(matrix, layout, dtype, columns)
-    graph: dict[Any, Any] = {source: DataNode(source, spec)}
+    graph: dict[Any, Any] = {source: DataNode(source, (matrix, layout, dtype, columns))}
     for k in range(plan.n_fetches):
         graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), _PlannedRows(plan, k))
     if not plan.n_fetches:  # Dask's arrays have at least one chunk
@@ -159,16 +158,6 @@ class _EpochArray(da.Array):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ChunkSpec:
-    """Arguments that all chunks share."""
-
-    matrix: Matrix
-    layout: Layout
-    dtype: np.dtype[Any]
-    columns: Columns | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRows:
     """Row numbers of one fetch, computed when they are used or pickled; the pickle contains them, not the plan."""
 
@@ -195,14 +184,17 @@ class _Rows:
         return self.rows, self.order.astype(np.int64)
 
 
-def _chunk(spec: _ChunkSpec, fetch: _PlannedRows | _Rows) -> NDArray[Any] | sp.csr_matrix:
+def _chunk(
+    shared: tuple[Matrix, Layout, np.dtype[Any], Columns | None], fetch: _PlannedRows | _Rows
+) -> NDArray[Any] | sp.csr_matrix:
+    matrix, layout, dtype, columns = shared
     rows, order = fetch()
-    fetched = spec.matrix.fetch(rows)
-    n_vars = fetched.shape[1] if spec.columns is None else len(spec.columns)
+    fetched = matrix.fetch(rows)
+    n_vars = fetched.shape[1] if columns is None else len(columns)
     shape = (len(order), n_vars)
-    if spec.layout == "csr":
-        indptr, indices, data = fetched.gather_csr(order, dtype=spec.dtype, columns=spec.columns)
+    if layout == "csr":
+        indptr, indices, data = fetched.gather_csr(order, dtype=dtype, columns=columns)
         return sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
-    out = np.empty(shape, dtype=spec.dtype)
-    fetched.gather(order, out=out, columns=spec.columns)
+    out = np.empty(shape, dtype=dtype)
+    fetched.gather(order, out=out, columns=columns)
     return out

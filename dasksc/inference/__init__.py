@@ -42,7 +42,7 @@ from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of, token_of
 from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
-from dasksc.transforms.composed import Transforms
+from dasksc.transforms import Transforms
 
 __all__ = ["predict"]
 

@@ -18,7 +18,7 @@ from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import BFLOAT16, Layout, UseMmap
-from dasksc.transforms.composed import Transforms, as_transforms
+from dasksc.transforms import Transforms, as_transforms
 
 HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
 
