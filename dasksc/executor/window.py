@@ -267,39 +267,34 @@ class Window(Generic[T]):
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
         try:
             self._fill(max(1, self._depth()))
-            k, result = self._take()
+            try:
+                k, promise = flight.promises[0]
+            except IndexError:
+                raise StopIteration from None
+            try:
+                fetch_s, result = promise.result()
+            except Exception as error:
+                if flight.is_closed:
+                    raise StopIteration from None
+                raise self._fetch_error(k, error) from error
+            finally:
+                del promise  # The promise holds the error, whose traceback holds this frame.
+            with flight.lock:
+                if flight.is_closed:
+                    raise StopIteration
+                flight.promises.popleft()
+            self._largest = max(_n_bytes(result), self._largest or 0)
+            consumed, spent = self._consumed, getattr(result, "spent", None)
+            consumed.n_fetched += 1
+            consumed.fetch_s += fetch_s
+            if spent is not None:
+                consumed.read_s += spent.read_s
+                consumed.decode_s += spent.decode_s
             self._fill(self._depth())
             return k, result
         except BaseException:
             self.close()
             raise
-
-    def _take(self) -> tuple[int, T]:
-        flight = self._flight
-        try:
-            k, promise = flight.promises[0]
-        except IndexError:
-            raise StopIteration from None
-        try:
-            fetch_s, result = promise.result()
-        except Exception as error:
-            if flight.is_closed:
-                raise StopIteration from None
-            raise self._fetch_error(k, error) from error
-        finally:
-            del promise  # The promise holds the error, whose traceback holds this frame.
-        with flight.lock:
-            if flight.is_closed:
-                raise StopIteration
-            flight.promises.popleft()
-        self._largest = max(_n_bytes(result), self._largest or 0)
-        consumed, spent = self._consumed, getattr(result, "spent", None)
-        consumed.n_fetched += 1
-        consumed.fetch_s += fetch_s
-        if spent is not None:
-            consumed.read_s += spent.read_s
-            consumed.decode_s += spent.decode_s
-        return k, result
 
     def close(self) -> None:
         """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""

@@ -353,7 +353,14 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
             raise InputError(
                 f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
             )
-        return _of_atlas(name, collection, data, spec)
+        arrays = {"X": data.X}
+        for group in ("layers", "obsm"):
+            held = getattr(data, group)
+            arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=data)] for key in getattr(spec, group)}
+        columns, match = spec.gene_request.columns_of(data.var, data.n_vars, of=data)
+        obs = {key: data.obs[require_key("obs", key, data.obs, of=data)] for key in spec.obs}
+        kept = _for_each(columns, arrays)
+        return MatrixSource(spec, name, collection, int(data.n_obs), arrays, kept, match, obs)
     if not is_ours:
         return IndexedSource(name, data, _count(data, spec))
     if hooks:
@@ -377,16 +384,6 @@ def _count(data: Any, spec: LoaderSpec) -> int:
                 "AnnData or a collection that can be indexed, or fetch_callback= with indices= of the strategy"
             ) from error
         return n_obs
-
-
-def _of_atlas(name: str, collection: Any, adata: AnnData | Elements, spec: LoaderSpec) -> MatrixSource:
-    arrays = {"X": adata.X}
-    for group in ("layers", "obsm"):
-        held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(spec, group)}
-    columns, match = spec.gene_request.columns_of(adata.var, adata.n_vars, of=adata)
-    obs = {key: adata.obs[require_key("obs", key, adata.obs, of=adata)] for key in spec.obs}
-    return MatrixSource(spec, name, collection, int(adata.n_obs), arrays, _for_each(columns, arrays), match, obs)
 
 
 def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
