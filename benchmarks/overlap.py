@@ -29,7 +29,7 @@ import torch.distributed as dist
 from _atlas import add_options, atlas
 
 import dasksc
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 TARGET = 1.25
 WAIT_TARGET = 0.05

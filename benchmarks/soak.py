@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dasksc.atlas.opening import open as open
     from dasksc.atlas.splitting import leaks as leaks
     from dasksc.atlas.splitting import split as split
-    from dasksc.atlas.view import AnnDataView as AnnDataView
+    from dasksc.atlas.stored import AnnDataView as AnnDataView
     from dasksc.batches.batch import Batch as Batch
     from dasksc.conversion import convert as convert
     from dasksc.inference import predict as predict
@@ -63,12 +63,12 @@ if TYPE_CHECKING:
 
 # Public names by module. They are imported on first use, so that planning and reading do not require torch.
 _NAMES = {
-    "atlas.catalog": ["index"],
     "atlas.filtering": ["rows_where"],
     "atlas.modalities": ["Modalities"],
+    "atlas.catalog": ["index"],
     "atlas.opening": ["open"],
     "atlas.splitting": ["leaks", "split"],
-    "atlas.view": ["AnnDataView"],
+    "atlas.stored": ["AnnDataView"],
     "batches.batch": ["Batch"],
     "conversion": ["convert"],
     "inference": ["predict"],

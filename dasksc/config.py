@@ -7,7 +7,6 @@ from typing import Any
 
 import dask.config
 import yaml
-from dask.utils import format_bytes as format_bytes
 from dask.utils import parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError

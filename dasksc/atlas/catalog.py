@@ -12,7 +12,7 @@ import pandas as pd
 import zarr
 from anndata.io import write_elem
 
-from dasksc.atlas.assemble import matrix_behind
+from dasksc.atlas.elements import matrix_behind
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import layers_of
 from dasksc.displays import with_options_of

@@ -17,8 +17,8 @@ from anndata import AnnData
 from numpy.typing import NDArray
 from pandas.arrays import NumpyExtensionArray
 
-from dasksc._compat.anndata import unified_dtypes
-from dasksc.atlas.assemble import Elements, matrix_behind
+from dasksc._compat import unified_dtypes
+from dasksc.atlas.elements import Elements, matrix_behind
 from dasksc.checks import some
 from dasksc.displays import first_of
 from dasksc.errors import InputError

@@ -56,7 +56,7 @@ def _quotas(counts: _Int64s, shares: NDArray[np.float64], key: np.uint64) -> _In
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
     short = np.zeros(len(shares))
-    for c in _shuffled(len(counts), key):
+    for c in shuffled(len(counts), key):
         rest = exact[c] - quotas[c]
         short += rest
         # Numbers that are integers already are not changed.
@@ -122,14 +122,15 @@ def deal_groups(
     n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, N_TRIES))
     for key in keys[:n_tries]:
         found = np.zeros(len(counts), dtype=np.int8)
-        order = occurring[_shuffled(len(occurring), key)]
+        order = occurring[shuffled(len(occurring), key)]
         distance = kernels.assign_units(counts, order, shares, found)
         if distance < best:
             best, parts = distance, found
     return taken(parts, groups)
 
 
-def _shuffled(n: int, key: np.uint64) -> _Int64s:
+def shuffled(n: int, key: np.uint64) -> _Int64s:
+    """Return the numbers below `n` in random order."""
     order = np.empty(n, dtype=np.int64)
     permute.shuffle(key, order)
     return order

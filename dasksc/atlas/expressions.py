@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas.assemble import require_key
+from dasksc.atlas.elements import require_key
 from dasksc.errors import InputError
 
 ALLOWED = (

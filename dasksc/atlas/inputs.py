@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pandas as pd
 
-from dasksc.atlas.assemble import Elements, require_key
+from dasksc.atlas.elements import Elements, require_key
 from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError, MissingPathError
 from dasksc.readers.registry import is_file_name, is_listed_name, reader_of

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.assemble import Elements, matrix_behind, raw_of, require_key
+from dasksc.atlas.elements import Elements, matrix_behind, raw_of, require_key
 from dasksc.atlas.opening import elements_of
 from dasksc.atlas.stored import open_modalities, split_columns
 from dasksc.checks import check_flags

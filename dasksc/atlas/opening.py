@@ -12,25 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import dask.array as da
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.assemble import Elements, raw_of, unchecked
-from dasksc.atlas.attaching import attach_elements
+from dasksc._compat import without_collection
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
+from dasksc.atlas.elements import Elements, attach_elements, raw_of, unchecked
 from dasksc.atlas.inputs import atlas_inputs, describe_rows, quoted, selected_files
-from dasksc.atlas.stored import Extent, open_anndata, open_elements, remote_files
+from dasksc.atlas.stored import Extent, open_one, remote_files
 from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
-from dasksc.platforms import without_collection
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
-from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
+from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
-from dasksc.storage.remote.remote_file import RemoteFile
 
 logger = logging.getLogger("dasksc.collection")
 
@@ -250,7 +247,7 @@ def elements_of(
     else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         one = data if parts is None else parts[0][1]
-        found = _open_one(one, obs, options, "batches" if extent == "batches" and parts is None else "all")
+        found = open_one(one, obs, options, "batches" if extent == "batches" and parts is None else "all")
         found = raw_of(found, quoted(data)) if raw else found
         given = [f"{name}=" for name, value in joining.items() if value is not None]
         is_catalogue = isinstance(found.X, Lazy) and isinstance(found.X.matrix, ConcatenatedMatrix)
@@ -285,36 +282,6 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None) -> None:
     )
 
 
-def _open_one(
-    data: Any,
-    obs: Sequence[str] | None,
-    options: OpenOptions,
-    extent: Extent = "all",
-    file: RemoteFile | None = None,
-) -> Elements:
-    if isinstance(data, AnnData):
-        refuse_feature_choice(options, "an AnnData")
-        if options.reader_options:
-            raise InputError("reader_options= are for paths; give them when the path is opened")
-        if not options.mmap and not data.isbacked and isinstance(data.X, da.Array):
-            raise InputError(
-                "mmap=False has no effect on an AnnData that is already open; give it when the file is opened: "
-                "dasksc.open(path, mmap=False)"
-            )
-        return open_anndata(data, obs, options)
-    if isinstance(data, str | os.PathLike):
-        return open_elements(os.fspath(data), obs, options, extent, file)
-    if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
-        names = list(data.mod)
-        raise InputError(
-            f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "
-            f"one of them: {f'data[{names[0]!r}]' if names else 'an AnnData'}"
-        )
-    raise InputError(
-        f"cannot open an object of type {type(data).__module__}.{type(data).__qualname__}; expected {ACCEPTED}"
-    )
-
-
 # The collector would visit the objects of all earlier files again and again.
 @without_collection()
 def _open_several(
@@ -341,7 +308,7 @@ def _open_several(
     ahead = remote_files([one for _, one in parts], options) if extent == "joined" else [None] * len(parts)
     for number, ((_, one), file) in enumerate(zip(parts, ahead, strict=True)):
         try:
-            opened.append(_open_one(one, obs, lenient, extent, file))
+            opened.append(open_one(one, obs, lenient, extent, file))
         except DaskscError as error:
             failed[number] = error
             if on_error == "raise" or len(failed) == len(parts):
@@ -365,7 +332,7 @@ def _open_several(
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             if len(without) == len(parts):
-                _open_one(parts[0][1], [column], options)  # raises an error with the available columns
+                open_one(parts[0][1], [column], options)  # raises an error with the available columns
             raise MissingKeyError(
                 f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: it is missing in "
                 f"{first_of(without)}. Leave it out of obs=, or give join='outer'"

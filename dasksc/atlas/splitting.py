@@ -12,14 +12,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas.assemble import require_key
-from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
+from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, shuffled, taken
+from dasksc.atlas.elements import require_key
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.modalities import Modalities
 from dasksc.checks import names_or_none, whole_number
 from dasksc.errors import InputError
-from dasksc.kernels import permute
 from dasksc.plan.arrays import Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn, encode_labels, listed
@@ -359,8 +358,7 @@ def _seen(
     held: NDArray[np.bool_], contexts: _Int64s, few_shot: float, key: np.uint64, of_context: list[str]
 ) -> _Int64s:
     """Draw the held-out conditions that are used for training: a share of each context, if it has several."""
-    order = np.empty(len(held), dtype=np.int64)
-    permute.shuffle(key, order)
+    order = shuffled(len(held), key)
     seen = []
     for context in np.unique(contexts[held]):
         own = order[(held & (contexts == context))[order]]

@@ -120,7 +120,7 @@ def check(parser: Parser) -> Run:
 
     def run(options: Mapping[str, Any]) -> int:
         adata = _opened(options)
-        from dasksc.plan.named import is_balanced, strategy_named
+        from dasksc.plan.binding import is_balanced, strategy_named
         from dasksc.storage import redact_url
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None

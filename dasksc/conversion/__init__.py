@@ -13,8 +13,8 @@ import pandas as pd
 from dask.base import tokenize
 
 from dasksc import config
-from dasksc.atlas.assemble import require_key
 from dasksc.atlas.concat import MERGES, Join, check_fill_value
+from dasksc.atlas.elements import require_key
 from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
 from dasksc.checks import check_flags, check_one_of, name_or_none, names_or_none, true_or_false, whole_number
 from dasksc.conversion.contents import Contents, contents_of, matrices_of
@@ -23,8 +23,8 @@ from dasksc.conversion.tables import StagedNames, check_tables
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.inputs import leaves_read, token_of
 from dasksc.output.work_folder import StoreWorkFolder
+from dasksc.pushdown import leaves_read, token_of
 from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache, Matrix, is_url
 

@@ -13,6 +13,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.expressions import holds
+from dasksc.atlas.stored import layers_of
 from dasksc.errors import InputError
 from dasksc.loader.genes import GeneMatch, GeneRequest
 from dasksc.pushdown import matrix_of, row_local
@@ -81,8 +82,7 @@ def contents_of(adata: AnnData, expression: str | None, genes: GeneRequest, layo
 def matrices_of(adata: AnnData, layout: str | None = None) -> dict[str, Matrix]:
     """Return the matrices with one row per cell, by their keys in a store; dense ones as CSR if `layout` is."""
     arrays: dict[str, Any] = {"X": adata.X}
-    # From AnnData 0.13 on, layers[None] is X.
-    arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
+    arrays |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
     if adata.raw is not None:
         arrays["raw/X"] = adata.raw.X
     arrays = {key: array for key, array in arrays.items() if array is not None}

@@ -18,16 +18,16 @@ from dasksc.conversion.scanning import Pass, pieces, verify_rows
 from dasksc.conversion.tables import StagedNames, check_obs, write_tables
 from dasksc.conversion.writing import Copy
 from dasksc.errors import CorruptDataError
+from dasksc.executor.progress import progress_bar
 from dasksc.executor.schedulers import default_threads
 from dasksc.kernels.draw import count_codes
 from dasksc.kernels.split import put_by_code
-from dasksc.memory.limits import memory_limit
-from dasksc.output.inputs import leaves_read
-from dasksc.output.progress_bars import progress_bar
+from dasksc.memory import memory_limit
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
 from dasksc.plan.deal import BlockOrder
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.sets import combined_codes
+from dasksc.pushdown import leaves_read
 from dasksc.storage import Matrix, is_url, open_matrix
 
 # Minimum number of rows per task, and maximum number of tasks, for reading a matrix in order.

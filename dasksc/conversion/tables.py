@@ -21,8 +21,7 @@ from dasksc.atlas.stored import path_names
 from dasksc.conversion.contents import ADVICE, Contents
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
-from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
+from dasksc.output.work_folder import as_anndata_writes, atomic_array, atomic_path, mapped_array, write_group
 from dasksc.readers.locations import where_of
 from dasksc.readers.names import any_equal
 from dasksc.readers.options import OpenOptions

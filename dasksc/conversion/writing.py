@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError
-from dasksc.output.elements import write_group
 from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle, shard_writer
-from dasksc.output.work_folder import atomic_array, mapped_array
+from dasksc.output.work_folder import atomic_array, mapped_array, write_group
 from dasksc.storage import Matrix, RowBuffer
 from dasksc.storage.arrays import logical_dtype
 

@@ -25,8 +25,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.http.utils import RequestHandler
 
 from dasksc.errors import InputError
-from dasksc.executor.diagnosis import diagnosis
-from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
+from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY, diagnosis
 
 __all__ = ["dask_setup", "install"]
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
-from dasksc.output.elements import as_anndata_writes
-from dasksc.output.work_folder import atomic_path, discard
+from dasksc.output.work_folder import as_anndata_writes, atomic_path, discard
 
 # Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_profiles, n_vars).
 _Tables = tuple[NDArray[np.uint32], NDArray[np.int32]]

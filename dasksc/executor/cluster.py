@@ -25,7 +25,6 @@ from distributed.comm import CommClosedError
 
 from dasksc.errors import FetchError, StorageError
 from dasksc.executor.schedulers import address_of
-from dasksc.executor.threads import Timed
 from dasksc.pushdown import DaskMatrix
 from dasksc.storage.buffers import Recycling
 from dasksc.storage.file_identity import FileIdentity
@@ -95,7 +94,7 @@ class ClusterRunner:
             )
         return bool(answers)
 
-    def submit(self, k: int) -> Future[Timed]:
+    def submit(self, k: int) -> Future[Any]:
         """Send fetch `k`, and return a promise of its result in this process."""
         argument = k if self._argument is None else self._argument(k)
         future = self._futures[k] = self._client.submit(
@@ -110,12 +109,12 @@ class ClusterRunner:
         self._n_submitted += 1
         return asyncio.run_coroutine_threadsafe(self._receive(k, future), self._client.loop.asyncio_loop)
 
-    async def _receive(self, k: int, future: Any) -> Timed:
+    async def _receive(self, k: int, future: Any) -> Any:
         try:
             await future.exception()
             start = perf_counter()
             # Results bypass the scheduler, unless the Client was created with direct_to_workers=False.
-            timed: Timed = await self._client.gather(future, direct=self._client.direct_to_workers is not False)
+            timed = await self._client.gather(future, direct=self._client.direct_to_workers is not False)
             self.transfer_s += perf_counter() - start
             return timed
         except (FutureCancelledError, CommClosedError) as error:
@@ -131,7 +130,7 @@ class ClusterRunner:
             "one is closed, and resume it with load_state_dict."
         )
 
-    def close(self, pending: Sequence[Future[Timed]], *, is_waiting: bool) -> None:
+    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
         """Release every future, so that the scheduler forgets the fetches and the task."""
         # A transfer in progress is not cancelled, because the Client may have merged it with those of other windows.
         while self._futures:
@@ -139,7 +138,7 @@ class ClusterRunner:
         self._task.release()
 
 
-def run_fetch(task: Callable[[Any], Any], argument: Any) -> Timed:
+def run_fetch(task: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
     """Run one fetch on a worker; return its duration in seconds and its result."""
     start = perf_counter()
     result = task(argument)

@@ -1,4 +1,4 @@
-"""Progress of an epoch: counts, times, a log line at its end, and a progress bar."""
+"""Progress of an epoch (counts, times, a log line at its end), and progress bars."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from dasksc.errors import InputError
-from dasksc.executor.diagnosis import diagnosis
+from dasksc.executor.reporting import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
 from dasksc.plan.epoch_plan import EpochPlan
 
 T = TypeVar("T")
-
 EPOCH_TITLE = "epoch {epoch}, rank {rank} of {world_size}"
 
 
@@ -154,18 +153,22 @@ def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
     )
 
 
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise InputError("progress=True needs tqdm: pip install tqdm") from error
+    return tqdm
+
+
 @contextmanager
 def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Callable[[], Any]]:
     """Show the progress of an epoch of `n_batches`, if `shown`; yield the function to call after each batch."""
     if not shown:
         yield lambda: None
         return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise InputError("progress=True needs tqdm: pip install tqdm") from error
 
-    class RateBar(tqdm):
+    class RateBar(_tqdm()):  # type: ignore[misc]
         def update(self, n: float | None = 1) -> Any:
             figures = stats.report()
             self.set_postfix_str(
@@ -180,3 +183,18 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
         compiling(lambda: bar.set_postfix_str("compiling kernels, once")),
     ):
         yield bar.update
+
+
+@contextmanager
+def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
+    """Show a progress bar; yield a callback that takes a number of finished cells and the name of the step."""
+    if not shown:
+        yield lambda n, what: None
+        return
+    with _tqdm()(total=total, unit="cell", unit_scale=True) as bar:
+
+        def advance(n: float, what: str) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(n)
+
+        yield advance

@@ -5,28 +5,36 @@ the results in order, and holds them only until they are consumed. At most `dept
 flight, including finished fetches that are not yet consumed.
 
 No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C), the window leaves no thread, task, future or
-key behind. Fetches run on threads of this process or in the calling thread (`dasksc.executor.threads`), or on the
-workers of a Dask cluster (`dasksc.executor.cluster`, imported only if a Client is used).
+key behind. Fetches run on threads of this process or in the calling thread, or on the workers of a Dask cluster
+(`dasksc.executor.cluster`, imported only if a Client is used). In this process, each fetch is a call of `dask.get` with
+a graph of one task, so Dask's callbacks see it. Dask's threaded scheduler is not used: its pool deadlocks in a forked
+child of a process that has used it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from numbers import Integral
+from time import perf_counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+import dask
+from dask.callbacks import Callback
 from dask.sizeof import sizeof
+from dask.task_spec import Task
 
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.progress import FetchFigures
 from dasksc.executor.schedulers import FetchScheduler, default_threads, resolve_scheduler
-from dasksc.executor.threads import OnDemandRunner, ThreadRunner
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -34,6 +42,110 @@ if TYPE_CHECKING:
     from dasksc.executor.cluster import ClusterRunner
 
 T = TypeVar("T")
+_Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
+
+
+class OnDemandRunner:
+    """Runner of fetches in the thread that requests their results."""
+
+    transfer_s = 0.0
+
+    def __init__(self, name: str, run: Callable[[int], Any]) -> None:
+        self._name = name
+        self._run = run
+        # `dask.get` would take the callbacks from a global variable, which it empties while it runs.
+        self._callbacks = list(Callback.active)
+        # Callbacks such as `dask.diagnostics.Profiler` keep the state of a single computation.
+        self._one_at_a_time = threading.Lock() if self._callbacks else contextlib.nullcontext()
+
+    def _fetch(self, k: int) -> _Timed:
+        key = (self._name, k)
+        graph = {key: Task(key, self._run, k)}
+        with self._one_at_a_time:
+            start = perf_counter()
+            result = dask.get(graph, key, callbacks=self._callbacks, get_id=threading.get_ident)
+            return perf_counter() - start, result
+
+    def submit(self, k: int) -> Any:
+        """Return a promise of fetch `k`, which runs when its result is requested."""
+        return SimpleNamespace(result=functools.partial(self._fetch, k), done=lambda: False)
+
+    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
+        """Do nothing, since no fetch runs ahead."""
+
+
+class ThreadRunner(OnDemandRunner):
+    """Runner of fetches on the threads of this process."""
+
+    def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
+        super().__init__(name, run)
+        self._threads = _Threads.enter(n_threads)
+
+    def submit(self, k: int) -> Future[_Timed]:
+        """Queue fetch `k` for the next free thread."""
+        return self._threads.executor.submit(self._fetch, k)
+
+    def close(self, pending: Sequence[Future[_Timed]], *, is_waiting: bool) -> None:
+        """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
+        is_waiting = is_waiting and not _is_fetching()  # A thread cannot wait for itself.
+        for future in pending:
+            future.cancel()
+        try:
+            if is_waiting:
+                wait(pending)
+        finally:
+            self._threads.leave(is_waiting=is_waiting)
+
+
+class _Threads:
+    """Threads that the windows of this process share, and that end with the last window."""
+
+    _current: _Threads | None = None
+    # Reentrant, because garbage collection in a thread that holds the lock may close a window.
+    _lock = threading.RLock()
+
+    def __init__(self, n_threads: int) -> None:
+        self.executor = ThreadPoolExecutor(n_threads, "dasksc-fetch", lambda: setattr(_this, "is_fetching", True))
+        self._n_threads = n_threads
+        self._n_windows = 0
+
+    @classmethod
+    def enter(cls, n_threads: int) -> _Threads:
+        """Return threads for a window, at least `n_threads`."""
+        with cls._lock:
+            threads = cls._current
+            # A fetch that iterates over another data set must not wait for its own thread.
+            if threads is None or threads._n_threads < n_threads or _is_fetching():
+                threads = _Threads(n_threads)
+                if not _is_fetching():
+                    cls._current = threads
+            threads._n_windows += 1
+            return threads
+
+    def leave(self, *, is_waiting: bool) -> None:
+        """End the threads if this was their last window."""
+        with self._lock:
+            self._n_windows -= 1
+            if self._n_windows:
+                return
+            if _Threads._current is self:
+                _Threads._current = None
+        self.executor.shutdown(wait=is_waiting)
+
+
+_this = threading.local()
+
+
+def _is_fetching() -> bool:
+    return getattr(_this, "is_fetching", False)
+
+
+def _after_fork() -> None:
+    # The threads of the parent do not exist in the child, and its lock may be held forever.
+    _Threads._current, _Threads._lock = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Flight:
@@ -155,39 +267,34 @@ class Window(Generic[T]):
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
         try:
             self._fill(max(1, self._depth()))
-            k, result = self._take()
+            try:
+                k, promise = flight.promises[0]
+            except IndexError:
+                raise StopIteration from None
+            try:
+                fetch_s, result = promise.result()
+            except Exception as error:
+                if flight.is_closed:
+                    raise StopIteration from None
+                raise self._fetch_error(k, error) from error
+            finally:
+                del promise  # The promise holds the error, whose traceback holds this frame.
+            with flight.lock:
+                if flight.is_closed:
+                    raise StopIteration
+                flight.promises.popleft()
+            self._largest = max(_n_bytes(result), self._largest or 0)
+            consumed, spent = self._consumed, getattr(result, "spent", None)
+            consumed.n_fetched += 1
+            consumed.fetch_s += fetch_s
+            if spent is not None:
+                consumed.read_s += spent.read_s
+                consumed.decode_s += spent.decode_s
             self._fill(self._depth())
             return k, result
         except BaseException:
             self.close()
             raise
-
-    def _take(self) -> tuple[int, T]:
-        flight = self._flight
-        try:
-            k, promise = flight.promises[0]
-        except IndexError:
-            raise StopIteration from None
-        try:
-            fetch_s, result = promise.result()
-        except Exception as error:
-            if flight.is_closed:
-                raise StopIteration from None
-            raise self._fetch_error(k, error) from error
-        finally:
-            del promise  # The promise holds the error, whose traceback holds this frame.
-        with flight.lock:
-            if flight.is_closed:
-                raise StopIteration
-            flight.promises.popleft()
-        self._largest = max(_n_bytes(result), self._largest or 0)
-        consumed, spent = self._consumed, getattr(result, "spent", None)
-        consumed.n_fetched += 1
-        consumed.fetch_s += fetch_s
-        if spent is not None:
-            consumed.read_s += spent.read_s
-            consumed.decode_s += spent.decode_s
-        return k, result
 
     def close(self) -> None:
         """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""

@@ -3,7 +3,7 @@
 Each rank predicts a contiguous range of units and writes them as shards (`dasksc.inference.store`). At any time, only
 the batches read ahead and the predictions that are not yet written are in memory. The rank that finds all shards
 complete publishes the result. In a process group, the call then returns on every rank; if one rank fails, it fails on
-every rank (`dasksc.inference.ranks`).
+every rank (`dasksc.inference.publishing`).
 
 Under FSDP, every call of the model is collective. Ranks with fewer batches repeat a batch and discard its result.
 """
@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,21 +30,19 @@ from dasksc.batches.batch import device_of
 from dasksc.checks import check_flags
 from dasksc.displays import brief, with_options_of
 from dasksc.errors import InputError
+from dasksc.executor.progress import progress_bar
 from dasksc.inference.model import Outputs, Predictor, check_categories, check_name, nan_rows
-from dasksc.inference.publishing import target_path
-from dasksc.inference.ranks import Ranks
+from dasksc.inference.publishing import Ranks, target_path
 from dasksc.inference.store import COMPLETE, NEW, PredictionStore, ShardWriter
 from dasksc.inspection.report import Report
 from dasksc.loader.dataset import scDataset
-from dasksc.loader.row_range import RowRange
 from dasksc.loader.source import MatrixSource
-from dasksc.output.inputs import token_of
-from dasksc.output.progress_bars import progress_bar
 from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
-from dasksc.pushdown import matrix_of
+from dasksc.pushdown import matrix_of, token_of
 from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
+from dasksc.transforms import Transforms
 
 __all__ = ["predict"]
 
@@ -332,3 +331,20 @@ def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
             "settings"
         )
     return data
+
+
+class RowRange(scDataset):
+    """Rows ``[start, stop)`` of the collection of a data set, in storage order, in batches of its content and size."""
+
+    # `start` is a multiple of the batch size: random transforms depend on the position of a batch in the collection.
+    def __init__(self, dataset: scDataset, start: int, stop: int, *, device: Any = None, title: str = "") -> None:
+        spec, given = dataset.spec, dataset.spec.transforms
+        options = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
+        options |= {"obs": (), "layers": (), "obsm": (), "genes": None, "filter": None, "progress": False}
+        options |= {"genes_missing": "error", "genes_key": None, "genes_repeated": "error"}  # the source has the genes
+        options |= {"strategy": Streaming(indices=slice(start, stop)), "drop_last": False, "equal_ranks": False}
+        options["fetch_factor"] = dataset.memory.ordered_fetch_factor
+        options["transform"] = None if given is None else Transforms(given.steps, start // dataset.batch_size)
+        options["device"] = spec.device if device is None else device
+        super().__init__(dataset.source, **options, scheduler=dataset._scheduler(), rank=0, world_size=1, seed=0)
+        self._title = title or f"rows {start:,} to {stop:,}"

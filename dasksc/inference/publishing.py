@@ -1,14 +1,19 @@
-"""AnnData stores that receive predictions: checks of existing stores, and the elements that make a store complete.
+"""Publishing of predictions: agreement of the ranks, checks of existing stores, and completion of stores.
 
-A reader sees a key with all its rows or not at all. In a new store, all keys appear at once. In an existing store, each
-key appears by the rename of its folder; the metadata that lists the keys is replaced afterwards.
+Ranks that predict together finish together, or all of them raise an error. A reader sees a key with all its rows or not
+at all. In a new store, all keys appear at once. In an existing store, each key appears by the rename of its folder; the
+metadata that lists the keys is replaced afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +23,70 @@ import pandas as pd
 import zarr
 from anndata.io import write_elem
 
-from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
+from dasksc.atlas.elements import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.errors import InputError, StorageError
-from dasksc.output.elements import is_node
-from dasksc.output.work_folder import WorkFolder
+from dasksc.output.work_folder import WorkFolder, is_node
+from dasksc.plan.ranks import World, shared_store
 from dasksc.readers.names import digest_names
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 from dasksc.storage import is_url
+
+_POLL_S = 0.05
+# Number of calls of `predict` that this process has begun, by rank and group, which tells records of calls apart.
+_ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+
+
+class Ranks:
+    """Records of this call in the process group's key-value store: collectives would hang if a rank fails."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._store: Any = None
+        if world.world_size > 1:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            number = next(_ordinals[world.rank, world.group])
+            self._store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
+
+    @property
+    def can_agree(self) -> bool:
+        return self.world.world_size == 1 or self._store is not None
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that acts for all ranks of the process group; without one, each rank acts for itself."""
+        return self.world.rank == 0 or self._store is None
+
+    def gather(self, name: str, value: str) -> list[str]:
+        """Return the values of all ranks, none of which is empty; without a process group, only that of this rank."""
+        if self._store is None:
+            return [value]
+        self._store.compare_set(f"{name} {self.world.rank}", "", value)
+        keys = [f"{name} {rank}" for rank in range(self.world.world_size)]
+        while not self._store.check(keys):
+            self.check()
+            time.sleep(_POLL_S)
+        return [self._store.get(key).decode() for key in keys]
+
+    def check(self) -> None:
+        """Raise an error if another rank has failed."""
+        if self._store is not None and self._store.check(["failed"]):
+            raise StorageError(
+                f"{self._store.get('failed').decode()}. Run the same command again to resume, on any number of ranks"
+            )
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Make the other ranks fail if the body raises an error."""
+        try:
+            yield
+        except BaseException as error:
+            if self._store is not None:
+                with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
+                    note = f"rank {self.world.rank} failed: {type(error).__name__}: {error}"
+                    self._store.compare_set("failed", "", note)
+            raise
+
 
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""

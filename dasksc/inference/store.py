@@ -27,8 +27,7 @@ from dasksc.errors import InputError, StorageError
 from dasksc.inference.model import Output, check_same
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
 from dasksc.output import shards
-from dasksc.output.elements import as_anndata_writes, is_node
-from dasksc.output.work_folder import WorkFolder, atomic_path, remove_leftovers
+from dasksc.output.work_folder import WorkFolder, as_anndata_writes, atomic_path, is_node, remove_leftovers
 
 __all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 

@@ -14,11 +14,10 @@ from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.kernels.draw import count_codes
 from dasksc.loader import MatrixSource, scDataset
-from dasksc.memory.limits import recommended_bytes
+from dasksc.memory import recommended_bytes
 from dasksc.plan.binding import reason_for_no_batches
 from dasksc.plan.epoch_plan import EpochPlan
-from dasksc.plan.label_entropy import Diversity
-from dasksc.plan.labels import encode_labels
+from dasksc.plan.labels import Diversity, encode_labels
 from dasksc.plan.sets import SetSampler
 from dasksc.storage import is_url
 

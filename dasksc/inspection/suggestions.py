@@ -16,7 +16,7 @@ from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.loader import scDataset
-from dasksc.memory.limits import memory_limit
+from dasksc.memory import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows
 from dasksc.plan.strategies import BlockShuffling, Streaming
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dasksc import InputError, SamplingStrategy, WrongTypeError, scDataset
 from dasksc.displays import brief, constructor, with_options_of
-from dasksc.plan.named import StrategyName, is_balanced
+from dasksc.plan.binding import StrategyName, is_balanced
 
 __all__ = ["DataModule"]
 

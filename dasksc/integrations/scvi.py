@@ -25,11 +25,11 @@ from scvi.data.fields import (
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, WrongTypeError, scDataset
-from dasksc.atlas.assemble import require_key
+from dasksc.atlas.elements import require_key
 from dasksc.checks import names_or_none
 from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
-from dasksc.plan.named import StrategyName
+from dasksc.plan.binding import StrategyName
 
 __all__ = ["SCVIDataModule"]
 

@@ -16,7 +16,7 @@ from dasksc.kernels.foreign import call, copy_bytes
 def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
     """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1."""
     # The arguments are those of `dasksc.kernels.blosc.getitems`, with addresses of
-    # `dasksc._compat.codec_libraries.deflate_addresses`. Chunks of several gzip members fail.
+    # `dasksc._compat.deflate_addresses`. Chunks of several gzip members fail.
     allocate, free, decompress = functions
     n_bytes, any_size = np.uint64(chunk_bytes), np.uint64(0)
     decompressor = call(allocate, ())

@@ -20,7 +20,7 @@ _HAS_CHECKSUM = 0x04  # in the byte after the magic number
 def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
     """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1."""
     # The arguments are those of `dasksc.kernels.blosc.getitems`, with the addresses of
-    # `dasksc._compat.codec_libraries.zstd_addresses`. Frames fail if they do not state their size, or if there are
+    # `dasksc._compat.zstd_addresses`. Frames fail if they do not state their size, or if there are
     # several.
     context = call(functions[0], ())
     first, failed = 0, -1

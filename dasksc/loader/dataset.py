@@ -24,28 +24,32 @@ from dasksc.batches.batch import Batch
 from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments
 from dasksc.errors import InputError
-from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
-from dasksc.executor.tasks import fetch_name
+from dasksc.executor.tasks import epoch_array, fetch_name
 from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
-from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, settings_of, settings_of_batches, state_of
+from dasksc.loader.position import (
+    EpochPosition,
+    EpochTracker,
+    RankSession,
+    parse_state,
+    settings_of,
+    settings_of_batches,
+    state_of,
+)
 from dasksc.loader.projection import MemoryProjection
-from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource, source_of
 from dasksc.loader.spec import LoaderSpec
-from dasksc.plan.binding import bind, is_random, reason_for_no_batches, restricted
+from dasksc.plan.binding import StrategyName, as_strategy, bind, is_random, reason_for_no_batches, restricted
 from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.epochs import EpochCounter
-from dasksc.plan.named import StrategyName, as_strategy
 from dasksc.plan.ranks import World
-from dasksc.plan.samplers import Sampler
+from dasksc.plan.samplers import Sampler, StratifiedSampler
 from dasksc.plan.sets import SetSampler
 from dasksc.plan.strategies import SamplingStrategy, Streaming
-from dasksc.plan.stratified import StratifiedSampler
 from dasksc.storage import BFLOAT16, Layout, UseMmap
 
 if TYPE_CHECKING:

@@ -24,17 +24,16 @@ from dasksc.errors import FetchError
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
-from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name, part_of
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory.model import ReadingMode
+from dasksc.memory import ReadingMode
 from dasksc.multiindexable import take_rows
-from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.deal import ConsumedSegment, FetchPlan
 from dasksc.plan.epoch_plan import EpochPlan
-from dasksc.plan.fetches import FetchPlan
 
 # Maximum number of row numbers in the note of an error about a batch.
 _N_ROWS_SHOWN = 16
@@ -95,11 +94,14 @@ class Epoch:
 
     def _rows(self, i: int) -> NDArray[np.int64]:
         """Return the rows of task `i`; they are computed where the task runs, not in the loop."""
-        k, part = divmod(i, self._n_parts)
+        n_parts = self._n_parts
+        k, part = divmod(i, n_parts)
         with self._planning:
             if k not in self._fetches:
                 self._fetches[k] = self._plan.fetch(k)
-        return part_of(self._fetches[k].rows, part, self._n_parts)
+        rows = self._fetches[k].rows
+        # A part is contiguous, so that parts share few chunks.
+        return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
 
     def _submit(self, task: Callable[[Any], Any], mode: ReadingMode | None = None) -> Window[Any]:
         """Start fetching, a few tasks ahead. `mode` is None for a collection that is indexed, in this process."""

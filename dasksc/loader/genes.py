@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.assemble import matrix_behind, require_key
+from dasksc.atlas.elements import matrix_behind, require_key
 from dasksc.checks import check_one_of, name_or_none, similar, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of

@@ -12,14 +12,14 @@ from dask.utils import format_bytes
 from torch.utils.data import get_worker_info
 
 from dasksc import checks, config
+from dasksc import memory as process_memory
 from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.executor.schedulers import FetchScheduler, default_threads
-from dasksc.loader.rank_session import RankSession
+from dasksc.loader.position import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory import limits as process_memory
-from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
+from dasksc.memory import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
 from dasksc.storage import buffers
 
 logger = logging.getLogger("dasksc.loader")
@@ -63,7 +63,14 @@ class MemoryProjection:
             fetch_factor = self._model(1).fitting_fetch_factor(self.limit, prefetch=self.prefetch)
         self.fetch_factor = checks.whole_number("fetch_factor", fetch_factor)
         if isinstance(source, MatrixSource):
-            self._refuse_too_large()
+            needed = self._least_demand(self.fetch_factor).anonymous
+            if needed > self.limit:
+                raise InputError(
+                    f"batches of {batch_size} rows, fetched {self.fetch_factor} at a time with "
+                    f"prefetch={self.prefetch}, need {format_bytes(needed)} of memory, but memory_limit is "
+                    f"{format_bytes(self.limit)}. Lower fetch_factor (None chooses the largest that fits), batch_size "
+                    f"or prefetch, or raise memory_limit to at least '{-(-needed // 2**20)}MiB'"
+                )
 
     @property
     def ordered_fetch_factor(self) -> int:
@@ -230,16 +237,4 @@ class MemoryProjection:
             n_batches=_N_HELD + self.n_batches_ahead,
             run_rows=self.run_rows,
             is_interprocess=self.is_interprocess,
-        )
-
-    def _refuse_too_large(self) -> None:
-        """Raise an error for sizes whose projection exceeds the limit."""
-        needed = self._least_demand(self.fetch_factor).anonymous
-        if needed <= self.limit:
-            return
-        raise InputError(
-            f"batches of {self._batch_size} rows, fetched {self.fetch_factor} at a time with prefetch={self.prefetch}, "
-            f"need {format_bytes(needed)} of memory, but memory_limit is {format_bytes(self.limit)}. Lower "
-            "fetch_factor (None chooses the largest that fits), batch_size or prefetch, or raise memory_limit to at "
-            f"least '{-(-needed // 2**20)}MiB'"
         )

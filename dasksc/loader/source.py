@@ -19,21 +19,21 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas.assemble import Elements, matrix_behind, require_key
-from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.elements import Elements, matrix_behind, require_key
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import atlas_inputs, stem_of
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
-from dasksc.atlas.view import AnnDataView
+from dasksc.atlas.stored import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
+from dasksc.memory import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
+from dasksc.plan.labels import encode_column
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
@@ -353,7 +353,14 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
             raise InputError(
                 f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
             )
-        return _of_atlas(name, collection, data, spec)
+        arrays = {"X": data.X}
+        for group in ("layers", "obsm"):
+            held = getattr(data, group)
+            arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=data)] for key in getattr(spec, group)}
+        columns, match = spec.gene_request.columns_of(data.var, data.n_vars, of=data)
+        obs = {key: data.obs[require_key("obs", key, data.obs, of=data)] for key in spec.obs}
+        kept = _for_each(columns, arrays)
+        return MatrixSource(spec, name, collection, int(data.n_obs), arrays, kept, match, obs)
     if not is_ours:
         return IndexedSource(name, data, _count(data, spec))
     if hooks:
@@ -377,16 +384,6 @@ def _count(data: Any, spec: LoaderSpec) -> int:
                 "AnnData or a collection that can be indexed, or fetch_callback= with indices= of the strategy"
             ) from error
         return n_obs
-
-
-def _of_atlas(name: str, collection: Any, adata: AnnData | Elements, spec: LoaderSpec) -> MatrixSource:
-    arrays = {"X": adata.X}
-    for group in ("layers", "obsm"):
-        held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(spec, group)}
-    columns, match = spec.gene_request.columns_of(adata.var, adata.n_vars, of=adata)
-    obs = {key: adata.obs[require_key("obs", key, adata.obs, of=adata)] for key in spec.obs}
-    return MatrixSource(spec, name, collection, int(adata.n_obs), arrays, _for_each(columns, arrays), match, obs)
 
 
 def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:

@@ -18,18 +18,9 @@ from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import BFLOAT16, Layout, UseMmap
-from dasksc.transforms.composed import Transforms, as_transforms
+from dasksc.transforms import Transforms, as_transforms
 
 HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
-
-
-def check_hooks(**hooks: Any) -> None:
-    """Raise an error unless each hook is None or a function of data."""
-    for name, hook in hooks.items():
-        if hook is not None and not callable(hook):
-            raise WrongTypeError(f"{name} must be callable; got {hook!r}")
-        if hasattr(hook, "at_epoch"):
-            raise WrongTypeError(f"{name}={hook!r} is a transform of batches; give it as transform=")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +61,12 @@ class LoaderSpec:
     value_dtype: np.dtype[Any] | None = field(init=False)  # None keeps the data type of each matrix
 
     def __post_init__(self) -> None:
-        check_hooks(**{name: getattr(self, name) for name in HOOKS})
+        for name in HOOKS:
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise WrongTypeError(f"{name} must be callable; got {hook!r}")
+            if hasattr(hook, "at_epoch"):
+                raise WrongTypeError(f"{name}={hook!r} is a transform of batches; give it as transform=")
         checks.check_one_of("layout", self.layout, ("dense", "csr"))
         checks.check_one_of("expand", self.expand, ("auto", "host", "device"))
         if self.expand == "device" and (self.device is None or self.layout != "dense"):

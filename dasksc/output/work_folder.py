@@ -1,4 +1,4 @@
-"""Work folder next to a target: locked, resumable, and removed once the target is complete.
+"""Work folder next to a target: locked, resumable, and removed once the target is complete; nodes of Zarr stores in it.
 
 Every file has a temporary name until it is complete. If the process is killed at any time, existing files therefore
 remain valid, and a later run writes only the missing ones.
@@ -13,17 +13,45 @@ import os
 import platform
 import shutil
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import anndata
 import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import DaskscError, InputError, StorageError
-from dasksc.output.elements import is_node
+
+
+@contextmanager
+def as_anndata_writes() -> Iterator[None]:
+    """Suppress the warnings that libraries raise per element, and allow AnnData to write nullable strings."""
+    settings = anndata.settings
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # Unless the setting has an explicit value, AnnData warns, once per array, that its default will change.
+        stack.enter_context(settings.override(auto_shard_zarr_v3=bool(settings.auto_shard_zarr_v3)))
+        if hasattr(settings, "allow_write_nullable_strings"):
+            stack.enter_context(settings.override(allow_write_nullable_strings=True))
+        yield
+
+
+def is_node(path: Path) -> bool:
+    """Return True if a folder is a Zarr group or array."""
+    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
+
+
+def write_group(folder: Path, attributes: dict[str, Any]) -> None:
+    """Make a folder a Zarr group."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    (folder / "zarr.json").write_text(json.dumps(metadata, indent=2))
+
 
 _ZEROS_BYTES = 2**20
 # NumPy parses the headers of .npy files with Python's parser, which in Python 3.11 occasionally fails if several

@@ -36,14 +36,11 @@ from dasksc.checks import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, RankSequence, RankSizes, rotated
-from dasksc.plan.fetches import FetchPlan, ascending
+from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, FetchPlan, RankSequence, RankSizes, ascending, rotated
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
-from dasksc.plan.label_entropy import Diversity, diversity_of
-from dasksc.plan.labels import encode_labels
-from dasksc.plan.samplers import Draw, Sampler
+from dasksc.plan.labels import Diversity, diversity_of, encode_labels
+from dasksc.plan.samplers import Draw, Sampler, StratifiedSampler
 from dasksc.plan.sets import SetDraw
-from dasksc.plan.stratified import StratifiedSampler
 
 _Int64s = NDArray[np.int64]
 

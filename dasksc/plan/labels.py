@@ -1,4 +1,4 @@
-"""Labels as integer codes, the rows that have a label, and shares of classes in an epoch."""
+"""Labels as integer codes, shares of classes in an epoch, and the label entropy of batches."""
 
 from __future__ import annotations
 
@@ -271,3 +271,98 @@ def check_quotas(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
             f"total_size={quotas.sum()} needs {quotas[c]} rows of class {names[c]!r}, which has {counts[c]}; lower "
             "total_size, or draw with replace=True"
         )
+
+
+def encode_column(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
+    """Return an obs column as numbers, and the labels of its codes; None if the numbers are the values themselves."""
+    dtype = series.dtype
+    kind = ""
+    if pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype):
+        kind = pd.api.types.infer_dtype(series, skipna=True)
+        if kind in ("integer", "floating", "mixed-integer-float"):
+            series = pd.to_numeric(series)
+        elif kind == "boolean":
+            series = series.astype("boolean")
+    elif isinstance(dtype, pd.DatetimeTZDtype):
+        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
+    dtype = series.dtype
+    if isinstance(dtype, pd.CategoricalDtype) or kind in ("string", "empty"):
+        coded = CodedColumn.in_order(series, "value")
+        return coded.codes, list(coded.labels)
+    if pd.api.types.is_bool_dtype(dtype):
+        if series.hasnans:
+            return series.astype("Int8").fillna(-1).to_numpy(dtype=np.int8), [False, True]
+        return series.to_numpy(dtype=bool), None
+    if pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_complex_dtype(dtype):
+        return _numbers(series), None
+    if dtype.kind in "mM":
+        return _seconds(series), None
+    raise InputError(
+        f"obs column {series.name!r} has dtype {dtype}{f' ({kind})' if kind else ''}, which cannot be converted to a "
+        f"tensor. Convert it to numbers, strings or categories first: adata.obs[{series.name!r}].astype(str)"
+    )
+
+
+def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
+    if isinstance(series.dtype, pd.api.extensions.ExtensionDtype) and series.hasnans:
+        return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+    values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:
+    values = series.to_numpy()
+    whole = values.astype(f"{values.dtype.kind}8[s]")
+    # Added separately, since float64 cannot represent nanoseconds since 1970 exactly.
+    rest = (values - whole) / np.timedelta64(1, "s")
+    return np.where(np.isnat(values), np.nan, whole.astype(np.int64) + rest)
+
+
+_N_IDEAL = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diversity:
+    """Label entropy of batches, in bits."""
+
+    # mean, spread: Mean and standard deviation over the measured batches.
+    mean: float
+    spread: float
+    # ideal_mean, ideal_spread: Mean and standard deviation over batches of the same size, drawn at random from all
+    # measured rows.
+    ideal_mean: float
+    ideal_spread: float
+    n_batches: int  # Number of measured batches
+
+    @property
+    def share(self) -> float:
+        """Ratio of the mean to the ideal mean; 1 if there is only one label."""
+        return self.mean / self.ideal_mean if self.ideal_mean > 0 else 1.0
+
+
+def diversity_of(batches: Iterable[NDArray[Any]], n_labels: int) -> Diversity:
+    """Compute the label entropy of batches."""
+    counted = [np.bincount(codes[codes >= 0], minlength=n_labels) for codes in batches]
+    counted = [counts for counts in counted if counts.any()]
+    if not counted:
+        return Diversity(mean=0.0, spread=0.0, ideal_mean=0.0, ideal_spread=0.0, n_batches=0)
+    counts = np.array(counted)
+    entropies = _entropies(counts)
+    size = int(np.median(counts.sum(axis=1)))
+    rng = np.random.default_rng(0)
+    ideal = _entropies(rng.multivariate_hypergeometric(counts.sum(axis=0), size, _N_IDEAL, method="marginals"))
+    return Diversity(
+        mean=float(entropies.mean()),
+        spread=float(entropies.std()),
+        ideal_mean=float(ideal.mean()),
+        ideal_spread=float(ideal.std()),
+        n_batches=len(counts),
+    )
+
+
+def _entropies(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the entropy of each row of counts, in bits."""
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
+    entropies: NDArray[np.float64] = np.abs((shares * logs).sum(axis=1))
+    return entropies

@@ -33,9 +33,7 @@ from dasksc.plan.labels import (
     max_draws,
     shares_of,
 )
-from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler
-from dasksc.plan.stratified import StratifiedSampler
-from dasksc.plan.weighted import WeightedSampler, Weights
+from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler, StratifiedSampler, WeightedSampler, Weights
 
 __all__ = [
     "BlockShuffling",
@@ -255,7 +253,7 @@ class BlockShuffling(BuiltInStrategy):
 
 
 def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalancedSampling) -> None:
-    """Raise an error for invalid sizes, and convert valid ones to Python integers, which never overflow."""
+    """Raise an error for invalid sizes and flags, and convert sizes to Python integers, which never overflow."""
     for name in ("block_size", "total_size", "sampling_size"):
         value = getattr(strategy, name, None)
         if value is not None or name == "block_size":
@@ -263,6 +261,9 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
     check_flags(
         **{name: getattr(strategy, name) for name in ("drop_last", "replace", "per_batch") if hasattr(strategy, name)}
     )
+    size = getattr(strategy, "sampling_size", None)
+    if size is not None and getattr(strategy, "replace", False):
+        logger.warning("sampling_size=%s is ignored, because it has no effect with replace=True", size)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -309,7 +310,7 @@ class BlockWeightedSampling(BuiltInStrategy):
     sampling_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_rounds(self)
+        _check_sizes(self)
         if isinstance(self.weights, str):
             raise InputError(
                 f"weights={self.weights!r} is a string; give one number per row, such as "
@@ -408,7 +409,7 @@ class ClassBalancedSampling(BuiltInStrategy):
     per_batch: bool = False
 
     def __post_init__(self) -> None:
-        _check_rounds(self)
+        _check_sizes(self)
         name_or_none("label_key", self.label_key)
         if (self.labels is None) == (self.label_key is None):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
@@ -473,14 +474,6 @@ class ClassBalancedSampling(BuiltInStrategy):
             quotas = largest_remainders(share, self.total_size)
         check_quotas(quotas, counts, names)
         return QuotaSampler(candidates, codes, lookup, quotas, counts, self.block_size)
-
-
-def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
-    _check_sizes(strategy)
-    if strategy.sampling_size is not None and strategy.replace:
-        logger.warning(
-            "sampling_size=%s is ignored, because it has no effect with replace=True", strategy.sampling_size
-        )
 
 
 def _weighted(

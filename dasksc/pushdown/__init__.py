@@ -9,17 +9,19 @@ treat every row independently (`RowLocalMatrix`). Other Dask arrays become a `Da
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator, Sequence
 
 import dask.array as da
 import numpy as np
+from dask.base import tokenize
 
 from dasksc.errors import InputError
 from dasksc.pushdown.compiler import NotRowLocalError
-from dasksc.pushdown.dask_leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.pushdown.dask_matrix import DaskMatrix
+from dasksc.pushdown.dask_arrays import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
 from dasksc.pushdown.functions import row_local
-from dasksc.pushdown.row_matrix import RowLocalMatrix
-from dasksc.storage import Matrix
+from dasksc.pushdown.matrices import DaskMatrix, RowLocalMatrix
+from dasksc.storage import ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
 
 __all__ = [
     "DaskMatrix",
@@ -29,9 +31,11 @@ __all__ = [
     "gather_block",
     "leaf_matrix",
     "leaves_of",
+    "leaves_read",
     "matrix_of",
     "row_local",
     "to_dask",
+    "token_of",
 ]
 
 logger = logging.getLogger("dasksc.lazy")
@@ -68,3 +72,31 @@ def matrix_of(array: da.Array) -> Matrix:
 
 
 _warned: set[str] = set()
+
+
+def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
+    """Yield the underlying matrices, in files or in memory, from which a matrix is read."""
+    if isinstance(matrix, ConcatenatedMatrix | SummedMatrix | ReorderedMatrix):
+        parts: Sequence[Matrix] = matrix.parts
+    elif isinstance(matrix, DaskMatrix):
+        parts = leaves_of(matrix.array)
+    else:
+        yield matrix
+        return
+    for part in parts:
+        yield from leaves_read(part)
+
+
+def token_of(matrix: Matrix) -> str:
+    """Return a token of a matrix that changes with its files and, at URLs, with the metadata of its arrays."""
+    places = [array.label.rpartition(":/") for leaf in leaves_read(matrix) for array in getattr(leaf, "arrays", ())]
+    # The metadata of a Zarr array in a folder do not change when its chunks do.
+    folders = [f"{path}/{key}" for path, _, key in places if os.path.isdir(path)]
+    return str(tokenize(matrix, [sorted(_versions(folder)) for folder in folders]))
+
+
+def _versions(folder: str) -> Iterator[tuple[str, int, int]]:
+    for place, _, names in os.walk(folder):
+        for path in (os.path.join(place, name) for name in names):
+            status = os.stat(path)
+            yield path, status.st_size, status.st_mtime_ns

@@ -28,11 +28,11 @@ from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 from numpy.typing import NDArray
 
 from dasksc._compat.dask import concatenate_arrays, shuffled_rows
-from dasksc.pushdown.dask_leaf import MatrixRows
-from dasksc.pushdown.dask_matrix import Key, layer_of
+from dasksc.pushdown.dask_arrays import MatrixRows
 from dasksc.pushdown.functions import is_elementwise, row_local, unknown_function
 from dasksc.storage import Matrix
 
+Key = Any
 Rows = range | NDArray[np.int64]
 
 _GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy, shuffled_rows)
@@ -90,6 +90,11 @@ class Apply(Node):
 
 class NotRowLocalError(Exception):
     """Internal error: an array cannot be computed row by row, for the reason in the message."""
+
+
+def layer_of(key: Key) -> str:
+    """Return the name of the layer of a key."""
+    return str(key[0] if isinstance(key, tuple) else key)
 
 
 def _refused(key: Key, reason: str) -> NotRowLocalError:

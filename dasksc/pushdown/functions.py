@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dasksc._compat.dask import concatenate2, elemwise_handle_where, enforce_dtype, identity_cast
 from dasksc.errors import InputError
-from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, variance_of
+from dasksc.pushdown.dask_arrays import chunk_moments, chunk_sum, combine_moments, variance_of
 
 # Known elementwise functions other than ufuncs.
 ELEMENTWISE = frozenset(

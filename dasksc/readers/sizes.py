@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.memory.limits import memory_limit
+from dasksc.memory import memory_limit
 from dasksc.readers.arrays import is_group
 from dasksc.storage import RemoteLocation
 from dasksc.storage.safety.hdf5_links import check_item

@@ -17,7 +17,7 @@ import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc._compat.codec_libraries import blosc_getitem_address, deflate_addresses, zstd_addresses
+from dasksc._compat import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.kernels.lzf import decode_lzf
 from dasksc.storage.arrays import UnknownLayoutError
 

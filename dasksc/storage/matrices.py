@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dasksc.config import format_bytes
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import (

@@ -11,7 +11,7 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.assemble import require_key
+from dasksc.atlas.elements import require_key
 from dasksc.checks import names_or_none, nearest, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels

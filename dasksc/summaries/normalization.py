@@ -16,7 +16,7 @@ from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
-from dasksc.pushdown.reductions import add_reductions
+from dasksc.pushdown.dask_arrays import add_reductions
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Pass
 

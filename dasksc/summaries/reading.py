@@ -13,7 +13,7 @@ from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc.atlas.assemble import require_key
+from dasksc.atlas.elements import require_key
 from dasksc.atlas.filtering import rows_where
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.checks import check_flags, name_or_none

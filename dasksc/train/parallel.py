@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
-from dasksc._compat.torch import check_training
-from dasksc.plan.process_groups import leave_group
-from dasksc.plan.ranks import LAUNCHERS, size_in
+from dasksc._compat import check_training
+from dasksc.plan.ranks import LAUNCHERS, leave_group, size_in
 from dasksc.train.sections import Fsdp, Training
 
 

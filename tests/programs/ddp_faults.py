@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dasksc
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 how, whom = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=20))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import dasksc
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 dist.init_process_group("gloo")
 here = dist.get_rank()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
 from dasksc.inference import store
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 

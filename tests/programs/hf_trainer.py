@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 import dasksc
 from dasksc.integrations.transformers import scTrainer
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 
 class Model(torch.nn.Module):

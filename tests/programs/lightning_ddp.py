@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import dasksc
 from dasksc.integrations.lightning import scDataModule
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 
 warnings.filterwarnings("error", ".*sampler|.*not resumable|.*length")
 

@@ -9,7 +9,7 @@ import sys
 import psutil
 
 import dasksc
-from dasksc.memory.limits import own_bytes
+from dasksc.memory import own_bytes
 
 dataset = dasksc.scDataset(sys.argv[1], dasksc.BlockShuffling(64), 64, 64, layout="csr", rank=0, world_size=1, seed=0)
 is_mapped = not dataset.memory.reading_mode().unmapped

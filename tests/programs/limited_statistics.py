@@ -67,7 +67,7 @@ def noted_projections() -> list[int]:
 def predict(path: str, out: str) -> dict[str, Any]:
     import torch  # statistics are measured without torch
 
-    from dasksc.loader.row_range import RowRange
+    from dasksc.inference import RowRange
 
     dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dasksc import DaskscError
-from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import leave_group
 from dasksc.train import Config, fit
 
 torch.set_num_threads(1)

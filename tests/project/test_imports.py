@@ -24,8 +24,7 @@ assert not found, f"import dasksc imports {found}"
 assert "importlib.metadata" not in before
 assert dasksc.__version__ and "importlib.metadata" in sys.modules
 import importlib
-for name in ("anndata", "fsspec", "torch"):
-    importlib.import_module(f"dasksc._compat.{name}")
+importlib.import_module("dasksc._compat")
 found = set(sys.modules) & {"dask", "distributed", "torch", "anndata", "zarr", "numba", "fsspec"}
 assert not found, f"adapters of optional libraries import {found}"
 """

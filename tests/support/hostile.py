@@ -22,7 +22,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.memory import limits as process_memory
+from dasksc import memory as process_memory
 from dasksc.readers import sizes
 from tests.support.data import write_store
 

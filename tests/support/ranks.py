@@ -10,7 +10,7 @@ import numpy as np
 from torch.distributed import HashStore, Store
 
 from dasksc import BlockShuffling, World, scDataset
-from dasksc.plan.agreement import Agreement
+from dasksc.plan.ranks import Agreement
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from weakref import WeakValueDictionary
 
-from dasksc.platforms import without_collection
+from dasksc._compat import without_collection
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import REQUEST_BYTES, RemoteFile
 

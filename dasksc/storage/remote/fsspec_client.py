@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from zarr.abc.store import Store
 
-from dasksc._compat.fsspec import options_in_url, path_in
+from dasksc._compat import options_in_url, path_in
 from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.remote.client import SCHEMES, ObjectIdentity, redact_error, redact_url, retry, secrets_of
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
-from dasksc.memory.limits import own_bytes
+from dasksc.memory import own_bytes
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, ended
 

@@ -18,9 +18,9 @@ import zarr
 from anndata.io import sparse_dataset
 
 import dasksc
-from dasksc.atlas.encoding import encode_column
-from dasksc.atlas.view import AnnDataView
+from dasksc.atlas.stored import AnnDataView
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.plan.labels import encode_column
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.conversions import read
 from tests.support.data import (

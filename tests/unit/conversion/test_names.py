@@ -18,7 +18,7 @@ import dasksc
 from dasksc.conversion import tables
 from dasksc.conversion.tables import StagedNames
 from dasksc.errors import CorruptDataError
-from dasksc.output.elements import as_anndata_writes
+from dasksc.output.work_folder import as_anndata_writes
 from dasksc.readers import names as cell_names
 from dasksc.readers.options import OpenOptions
 from tests.support.conversions import contents

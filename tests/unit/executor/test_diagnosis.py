@@ -9,7 +9,7 @@ import numba
 import pytest
 
 from dasksc.executor import progress
-from dasksc.executor.diagnosis import diagnosis
+from dasksc.executor.reporting import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
 
 pytestmark = pytest.mark.core

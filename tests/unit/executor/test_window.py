@@ -21,11 +21,11 @@ from dask.callbacks import Callback
 from dask.diagnostics import Profiler, ProgressBar
 
 import dasksc
+from dasksc import memory as memory_model
 from dasksc.errors import FetchError
 from dasksc.executor.schedulers import default_threads
 from dasksc.executor.tasks import AssembledFetches, FetchedMatrices
 from dasksc.executor.window import Window
-from dasksc.memory import model as memory_model
 from dasksc.storage import as_matrix
 from tests.support.data import make_values
 from tests.support.waiting import WAIT_S, eventually

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
-from dasksc.inference import ranks
+from dasksc.inference import publishing
 from dasksc.inspection.report import Report
 from dasksc.output import shards
 from tests.support.conversions import read
@@ -454,8 +454,8 @@ def test_a_call_that_is_overwritten_meanwhile_ends_with_an_error_and_mixes_nothi
 def group(monkeypatch) -> None:
     """Let the ranks of `on_ranks` agree through a store in memory."""
     held = HashStore()
-    monkeypatch.setattr(ranks, "shared_store", lambda prefix: PrefixStore(prefix, held))
-    monkeypatch.setattr(ranks, "_ordinals", defaultdict(itertools.count))
+    monkeypatch.setattr(publishing, "shared_store", lambda prefix: PrefixStore(prefix, held))
+    monkeypatch.setattr(publishing, "_ordinals", defaultdict(itertools.count))
 
 
 @pytest.mark.usefixtures("group")

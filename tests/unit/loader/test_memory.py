@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 import dasksc
+from dasksc.inference import RowRange
 from dasksc.loader import projection
-from dasksc.loader.rank_session import RankSession
-from dasksc.loader.row_range import RowRange
-from dasksc.memory.limits import Limit
-from dasksc.memory.model import MemoryModel
+from dasksc.loader.position import RankSession
+from dasksc.memory import Limit, MemoryModel
 from dasksc.plan.ranks import World
 from tests.support.data import make_adata
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dasksc.memory.model import MemoryModel
+from dasksc.memory import MemoryModel
 from dasksc.storage import FetchCost
 
 pytestmark = pytest.mark.core

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dasksc.memory import limits as process_memory
-from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, share_of
+from dasksc import memory as process_memory
+from dasksc.memory import CODE_BYTES, Limit, memory_limit, own_bytes, share_of
 
 pytestmark = pytest.mark.core
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
+from dasksc import memory as process_memory
 from dasksc.errors import CorruptDataError
-from dasksc.memory import limits as process_memory
 from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile

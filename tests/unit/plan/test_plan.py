@@ -15,7 +15,7 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
-from dasksc.plan import label_entropy as mixing
+from dasksc.plan import labels as mixing
 from dasksc.plan.binding import bind
 from dasksc.plan.deal import BlockOrder
 from tests.support.sets import Own

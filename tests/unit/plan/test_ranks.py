@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from dasksc import BlockShuffling, ClassBalancedSampling, InputError, RankMismatchError, World, scDataset
-from dasksc.plan.agreement import Agreement
+from dasksc.plan.ranks import Agreement
 from tests.support.ranks import on_ranks, rank_of
 
 pytestmark = pytest.mark.core

@@ -16,7 +16,7 @@ from scipy import stats
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, Streaming
 from dasksc.kernels import draw as draw_kernels
-from dasksc.plan import weighted
+from dasksc.plan import samplers
 from dasksc.plan.binding import bind
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import encode_labels
@@ -102,7 +102,7 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
 def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
     # There are more rows than sampled keys, so the smallest drawn key is estimated from the sample.
-    n = 4 * weighted._SAMPLED_KEYS
+    n = 4 * samplers._SAMPLED_KEYS
     row = np.arange(n)
     weights = {
         "even": np.ones(n),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dasksc import InputError, RankMismatchError, World
-from dasksc.plan.agreement import Agreement
+from dasksc.plan.ranks import Agreement
 
 pytestmark = pytest.mark.core
 

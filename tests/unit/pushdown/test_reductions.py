@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.pushdown import RowLocalMatrix, gather_block, matrix_of, reductions, to_dask
+from dasksc.pushdown import RowLocalMatrix, dask_arrays, gather_block, matrix_of, to_dask
 from dasksc.storage import as_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 
@@ -38,7 +38,7 @@ def lazy(
     ],
 )
 def test_sums_of_chunks_are_those_of_numpy(layout, method, axis, dtype, keepdims, monkeypatch):
-    monkeypatch.setattr(reductions, "_PIECE_VALUES", 40)
+    monkeypatch.setattr(dask_arrays, "_PIECE_VALUES", 40)
     array, values = lazy(dtype, layout=layout)
     expected = np.asarray(getattr(values, method)(axis=axis, keepdims=keepdims))
     reduced = getattr(array, method)(axis=axis, keepdims=keepdims)

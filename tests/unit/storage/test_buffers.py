@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dasksc.memory.limits import own_bytes
+from dasksc.memory import own_bytes
 from dasksc.storage import buffers
 
 pytestmark = pytest.mark.core

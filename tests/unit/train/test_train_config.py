@@ -13,8 +13,8 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingPathError, World
-from dasksc._compat.torch import UnsupportedVersionError, check_training
-from dasksc.plan.named import SHORT_NAMES
+from dasksc._compat import UnsupportedVersionError, check_training
+from dasksc.plan.binding import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at

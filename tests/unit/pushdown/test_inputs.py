@@ -12,7 +12,7 @@ import fsspec
 import pytest
 import zarr
 
-from dasksc.output.inputs import token_of
+from dasksc.pushdown import token_of
 from dasksc.storage import RemoteLocation, open_matrix
 from dasksc.storage.zarr.reader import ZarrArray
 from tests.support.data import make_adata, write_store, zip_of
