@@ -305,7 +305,7 @@ def _open_several(
     lenient = replace(options, may_lack=True)
     failed: dict[int, DaskscError] = {}
     opened = []
-    ahead = remote_files([one for _, one in parts], options) if extent == "joined" else [None] * len(parts)
+    ahead = remote_files([one for _, one in parts], obs, lenient) if extent == "joined" else [None] * len(parts)
     for number, ((_, one), file) in enumerate(zip(parts, ahead, strict=True)):
         try:
             opened.append(open_one(one, obs, lenient, extent, file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import dask.array as da
@@ -23,7 +24,7 @@ from dasksc.readers.locations import naming_errors, where_of
 from dasksc.readers.names import names_in_pieces
 from dasksc.readers.options import ACCEPTED, OpenOptions, refuse_feature_choice
 from dasksc.readers.registry import opened, reader_of
-from dasksc.readers.survey import surveyed
+from dasksc.readers.survey import blocks_ahead, surveyed
 from dasksc.storage import Matrix, RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.remote_file import RemoteFile, files_ahead
 
@@ -89,12 +90,13 @@ def _surveyed(
     return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), layers=layers, obsm=obsm, raw=raw)
 
 
-def remote_files(data: Sequence[Any], options: OpenOptions) -> Iterator[RemoteFile | None]:
+def remote_files(data: Sequence[Any], obs: Sequence[str] | None, options: OpenOptions) -> Iterator[RemoteFile | None]:
     """Yield the objects of atlases at URLs, requested ahead; None for other atlases."""
     places = [RemoteLocation.of(one, options.storage_options) if isinstance(one, str) and is_url(one) else None
               for one in data]  # fmt: skip
     remote = [one for one in places if one is not None and one.local is None]
-    files = files_ahead(remote, cache=options.cache_of(remote[0])) if remote else iter(())
+    read = partial(blocks_ahead, obs=obs, options=options)
+    files = files_ahead(remote, cache=options.cache_of(remote[0]), read=read) if remote else iter(())
     for one in places:
         yield None if one is None or one.local is not None else next(files)
 

@@ -6,6 +6,7 @@ strings. The result equals that of `AnnDataStore`, to which files with other enc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -22,6 +23,7 @@ from anndata.io import read_elem
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
+from dasksc.errors import DaskscError
 from dasksc.kernels import strings as kernels
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
@@ -67,10 +69,12 @@ class _OtherEncodingError(Exception):
     """The file needs `AnnDataStore`."""
 
 
-def surveyed(file: str | RemoteFile, obs: Sequence[str] | None, options: OpenOptions) -> Survey | None:
+def surveyed(
+    file: str | RemoteFile, obs: Sequence[str] | None, options: OpenOptions, reader: BlockReader | None = None
+) -> Survey | None:
     """Open an HDF5 file, which may lack columns; None if it needs `AnnDataStore`, which also reports errors."""
     try:
-        return _File(file, options).survey(obs)
+        return _File(file, options, reader).survey(obs)
     except (_OtherEncodingError, UnknownLayoutError):
         return None
     except Exception as error:
@@ -79,15 +83,25 @@ def surveyed(file: str | RemoteFile, obs: Sequence[str] | None, options: OpenOpt
         return None
 
 
+def blocks_ahead(file: RemoteFile, obs: Sequence[str] | None, options: OpenOptions) -> BlockReader:
+    """Read the blocks of an object that `surveyed` needs, on any thread; they are kept along with the result."""
+    reader = BlockReader(file, waits=False)
+    with contextlib.suppress(DaskscError):  # opening the object reports it
+        surveyed(file, obs, options, reader)
+        while reader.read_missing():
+            surveyed(file, obs, options, reader)
+    return reader
+
+
 class _File:
-    def __init__(self, file: str | RemoteFile, options: OpenOptions) -> None:
+    def __init__(self, file: str | RemoteFile, options: OpenOptions, reader: BlockReader | None = None) -> None:
         self.options = options
         self.bytes: NDArray[np.uint8] | None = None
         if isinstance(file, RemoteFile):
             self.file: LocalFile | RemoteFile = file
             self.use_mmap: UseMmap = False
             if file.content is None:
-                self.id = h5py.File(BlockReader(file), "r").id
+                self.id = h5py.File(reader or BlockReader(file), "r").id
             else:
                 self.bytes = np.frombuffer(file.content, dtype=np.uint8)
                 self.id = h5f.open_file_image(file.content)

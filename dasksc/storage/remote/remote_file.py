@@ -43,11 +43,13 @@ _MANY = 32
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
+# These wait for h5py's lock, which a thread may hold that waits for the others.
+_opening_threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-open")
 
 
-def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
+def in_order(calls: Iterable[tuple[Callable[[], T], int]], threads_of: ThreadsOfProcess = _threads) -> Iterator[T]:
     """Run calls on other threads, several at a time, and yield their results in order."""
-    threads = _threads()
+    threads = threads_of()
     pending: deque[tuple[Future[T], int]] = deque()
     ahead = 0
     rest = iter(calls)
@@ -206,27 +208,36 @@ def _stat(location: RemoteLocation) -> ObjectIdentity | None:
         return None
 
 
-def files_ahead(locations: Sequence[RemoteLocation], *, cache: Cache | None) -> Iterator[RemoteFile | None]:
-    """Yield objects, small ones with their content until the next is requested; None for what must be opened alone."""
+def files_ahead(
+    locations: Sequence[RemoteLocation], *, cache: Cache | None, read: Callable[[RemoteFile], Any]
+) -> Iterator[RemoteFile | None]:
+    """Yield objects that are opened next; None for what must be opened alone.
+
+    The content of small objects is read ahead, and kept until the next object is requested. From large ones, `read`
+    reads what opening needs, and its result is kept as long.
+    """
     try:
         found = identities(locations)
     except StorageError:
         found = [None] * len(locations)
 
-    def read(location: RemoteLocation, identity: ObjectIdentity | None) -> tuple[RemoteFile | None, memoryview | None]:
+    def ahead(location: RemoteLocation, identity: ObjectIdentity | None) -> tuple[RemoteFile | None, Any]:
         if identity is None:
             return None, None
         file = RemoteFile(location, identity, cache=cache)
+        if identity.size > _WHOLE_BYTES:
+            return file, read(file)
         try:
-            return file, file.fetch(0, identity.size) if identity.size <= _WHOLE_BYTES else None
+            return file, file.fetch(0, identity.size)
         except StorageError:  # opening the object reports it
             return None, None
 
-    sizes = [0 if one is None or one.size > _WHOLE_BYTES else one.size for one in found]
+    sizes = [0 if one is None else one.size if one.size <= _WHOLE_BYTES else REQUEST_BYTES for one in found]
     calls = zip(locations, found, sizes, strict=True)
-    for file, content in in_order((partial(read, location, identity), size) for location, identity, size in calls):
-        if file is not None:
-            file.content = content
+    jobs = ((partial(ahead, location, identity), size) for location, identity, size in calls)
+    for file, held in in_order(jobs, _opening_threads):
+        if file is not None and isinstance(held, memoryview):
+            file.content = held
         yield file
         if file is not None:
             file.content = None

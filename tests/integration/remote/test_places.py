@@ -24,7 +24,8 @@ from fsspec.utils import infer_storage_options
 
 import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage.remote import fsspec_client
+from dasksc.storage.remote import fsspec_client, remote_file
+from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import batches, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, google_options, relaying, serving, touch_later
@@ -359,12 +360,42 @@ def test_objects_are_requested_once_and_checked_by_listing_while_the_requester_p
         assert set(server.faults.payers) == {"requester"}
 
 
-def test_a_catalogue_of_urls_opens_as_the_files(parts: Path, web: HTTPServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_small", [True, False])
+def test_a_catalogue_of_urls_opens_as_the_files(
+    parts: Path, web: HTTPServer, tmp_path: Path, are_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not are_small:
+        monkeypatch.setattr(remote_file, "_WHOLE_BYTES", 0)
     urls = [f"{web.url}/{number}.h5ad" for number in range(4)]
     dasksc.index(urls, tmp_path / "all.catalog")
     local = dasksc.open(parts)
     same(dasksc.open(urls), local)
     same(dasksc.open(tmp_path / "all.catalog"), local)
+
+
+def test_large_objects_are_opened_at_the_same_time(
+    parts: Path, web: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_file, "_WHOLE_BYTES", 0)
+    met, barrier = [], threading.Barrier(4)
+
+    def block(file: RemoteFile, start: int, stop: int) -> memoryview:
+        if start == 0:
+            met.append(barrier.wait(timeout=30))
+        return file._request(start, stop)
+
+    monkeypatch.setattr(RemoteFile, "fetch", block)
+    same(dasksc.open([f"{web.url}/{number}.h5ad" for number in range(4)]), dasksc.open(parts))
+    assert sorted(met) == [0, 1, 2, 3]
+
+
+def test_a_large_object_that_is_damaged_is_named(parts: Path, web: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "_WHOLE_BYTES", 0)
+    (parts / "2.h5ad").write_bytes((parts / "2.h5ad").read_bytes()[:3000])
+    urls = [f"{web.url}/{number}.h5ad" for number in range(4)]
+    with pytest.raises(StorageError, match="2.h5ad"):
+        dasksc.open(urls)
+    assert dasksc.open(urls, on_error="skip").n_obs == dasksc.open([parts / f"{i}.h5ad" for i in (0, 1, 3)]).n_obs
 
 
 @pytest.mark.parametrize("format", ["zarr2", "zarr3"])
