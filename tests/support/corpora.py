@@ -27,6 +27,8 @@ def write_soma(adata: AnnData, folder: Path) -> tuple[Path, dict[str, Any]]:
     tiledbsoma = pytest.importorskip("tiledbsoma")
     from tiledbsoma import io
 
+    if None in adata.layers:
+        pytest.skip("tiledbsoma does not write AnnData 0.13, whose layers contain X")
     create = {"tiledb": {"create": {"capacity": 100, "dims": {"soma_dim_0": {"tile": 16}, "soma_dim_1": {"tile": 5}}}}}
     io.from_anndata(str(folder / "atlas.soma"), adata, "RNA", platform_config=create)
     assert tiledbsoma.Experiment.exists(str(folder / "atlas.soma"))

@@ -73,7 +73,7 @@ def test_a_presigned_url_without_an_ending_is_read(stores: Path, tmp_path: Path)
 
 def test_objects_of_a_server_without_head_and_ranges_are_read_whole(stores: Path, web_stores: HTTPServer) -> None:
     web_stores.faults.head, web_stores.faults.ranges = 501, False
-    same(dasksc.open(f"{web_stores.url}/dense.zarr3.zarr"), dasksc.open(stores / "dense.zarr3.zarr"))
+    same(dasksc.open(f"{web_stores.url}/dense.zarr2.zarr"), dasksc.open(stores / "dense.zarr2.zarr"))
     with pytest.raises(StorageError, match="byte ranges"):
         dasksc.open(f"{web_stores.url}/csr.h5ad")
 

@@ -317,7 +317,7 @@ DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
         pd.Series(DAYS),
         pd.Series(pd.Categorical(DAYS)),
         pd.Series(DAYS.tz_localize("UTC")),
-        pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
+        pd.Series(DAYS - DAYS[0] + np.timedelta64(1, "h")),
     ],
     ids=["days", "categories", "zone", "durations"],
 )
