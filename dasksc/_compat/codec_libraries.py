@@ -10,7 +10,7 @@ import numcodecs.blosc  # type: ignore[import-untyped]
 import numcodecs.zstd  # type: ignore[import-untyped]
 import numpy as np
 
-# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
+# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.decoding` expects them.
 _ZSTD_FUNCTIONS = (
     "ZSTD_createDCtx",
     "ZSTD_freeDCtx",

@@ -9,9 +9,8 @@ from dasksc.atlas.assemble import Elements, require_key
 from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
-from dasksc.readers.locations import where_of
 from dasksc.readers.names import digest_names, names_in_pieces
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, where_of
 from dasksc.readers.registry import opened
 
 # Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.

@@ -26,9 +26,8 @@ from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.platforms import without_collection
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
-from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
+from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, naming_errors, refuse_feature_choice
 from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
 from dasksc.storage.remote.remote_file import RemoteFile
 

@@ -17,11 +17,9 @@ from dasksc.atlas.assemble import Elements, known_columns
 from dasksc.errors import InputError, StorageError
 from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
-from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
-from dasksc.readers.locations import naming_errors, where_of
-from dasksc.readers.options import OpenOptions
-from dasksc.readers.registry import opened, reader_of
+from dasksc.readers.options import OpenOptions, naming_errors, where_of
+from dasksc.readers.registry import Hdf5Reader, opened, reader_of
 from dasksc.readers.survey import surveyed
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.remote_file import RemoteFile, files_ahead

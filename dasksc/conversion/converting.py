@@ -20,7 +20,7 @@ from dasksc.conversion.writing import Copy
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import default_threads
 from dasksc.kernels.draw import count_codes
-from dasksc.kernels.split import put_by_code
+from dasksc.kernels.groups import put_by_code
 from dasksc.memory.limits import memory_limit
 from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar

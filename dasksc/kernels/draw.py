@@ -14,8 +14,8 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
+from dasksc.kernels.intrinsics import count_bits
 from dasksc.kernels.permute import below, bits, stream, uniform
-from dasksc.kernels.vectors import count_bits
 
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128

@@ -22,17 +22,15 @@ from anndata.io import read_elem
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
-from dasksc.kernels import strings as kernels
+from dasksc.kernels import files as kernels
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, UseMmap
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, can_map
-from dasksc.storage.hdf5.layout import direct_array
-from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.hdf5.strings import packed_at, split_strings
+from dasksc.storage.files import FileIdentity, LocalFile, can_map
+from dasksc.storage.hdf5.direct import direct_array, packed_at, split_strings
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.uncompressed import PlainArray

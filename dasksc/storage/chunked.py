@@ -13,10 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc, inflate, zstd
 from dasksc.kernels import csr as kernels
+from dasksc.kernels import decoding
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
+from dasksc.storage.arrays import (
+    BrokenRunError,
+    RowPointers,
+    caused_by_data,
+    cut,
+    memory_dtype,
+    merge,
+    places_in,
+    reading,
+    thread_times,
+)
 from dasksc.storage.codecs import (
     Blosc,
     Chain,
@@ -28,10 +38,7 @@ from dasksc.storage.codecs import (
     zstd_functions,
 )
 from dasksc.storage.files import LocalFile, UseMmap, should_map
-from dasksc.storage.read_timing import reading, thread_times
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import RowPointers
-from dasksc.storage.runs import cut, locate, merge
 
 _LARGE_CHUNK_BYTES = 2**20
 
@@ -164,7 +171,6 @@ class ChunkedArray:
         """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.require_unchanged()
         length = self._chunk_shape[0]
-        stride = row_bytes(self)
         run_starts, run_stops = merge(starts, stops)
         n_columns = self.shape[1] if len(self.shape) == 2 else 1
         width = self._chunk_shape[1] if len(self.shape) == 2 else 1
@@ -173,14 +179,8 @@ class ChunkedArray:
             pieces = cut(run_starts, run_stops, chunk=length)
             if not self._fill_mapped(block, *pieces, width=width):
                 self._fill_block(block, *pieces, width=width)
-        return RowPointers.inside(
-            (block,),
-            dtype=block.dtype,
-            which=0,
-            offsets=locate(starts, stops, run_starts, run_stops) * stride,
-            sizes=(stops - starts) * stride,
-            held_bytes=block.nbytes,
-        )
+        at = places_in(starts, stops, run_starts, run_stops)
+        return RowPointers.in_block(block, at, at + stops - starts)
 
     def _fill_mapped(
         self,
@@ -195,11 +195,11 @@ class ChunkedArray:
         functions: Any
         match self._chain.codecs:
             case (Blosc(),):
-                decode, functions = blosc.getitems, blosc_getitem()
+                decode, functions = decoding.decode_blosc, blosc_getitem()
             case (Zstd(),):
-                decode, functions = zstd.decode_pieces, zstd_functions()
+                decode, functions = decoding.decode_pieces, zstd_functions()
             case (Deflate() as codec,):
-                decode, functions = inflate.decode_pieces, deflate_functions(codec.wbits)
+                decode, functions = decoding.decode_pieces, deflate_functions(codec.wbits)
             case _:
                 return False
         if functions is None or not self._in_place(block, width):

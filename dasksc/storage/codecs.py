@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc._compat.codec_libraries import blosc_getitem_address, deflate_addresses, zstd_addresses
-from dasksc.kernels.lzf import decode_lzf
+from dasksc.kernels.decoding import decode_lzf
 from dasksc.storage.arrays import UnknownLayoutError
 
 if sys.version_info >= (3, 14):
@@ -110,7 +110,7 @@ zstd_functions = cache(zstd_addresses)
 
 @dataclass(frozen=True, slots=True)
 class Blosc:
-    """Blosc chunks. `dasksc.kernels.blosc` decodes parts of them if `blosc_getitem` is available."""
+    """Blosc chunks. `dasksc.kernels.decoding` decodes parts of them if `blosc_getitem` is available."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         view = memoryview(data).cast("B")

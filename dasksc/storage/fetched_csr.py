@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
+from dasksc.storage.arrays import RowPointers
 from dasksc.storage.dtypes import can_round, converts, counts_dtype, kernel_target, narrowest, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
-from dasksc.storage.row_pointers import RowPointers
 
 
 class CSRRowBuffer(RowBufferBase):
@@ -187,8 +187,8 @@ class CSRRowBuffer(RowBufferBase):
             n_vars=n_vars,
             dtype=dtype,
             lengths=np.diff(indptr),
-            data=_within(data, indptr),
-            indices=_within(indices, indptr),
+            data=RowPointers.in_block(data, indptr[:-1], indptr[1:]),
+            indices=RowPointers.in_block(indices, indptr[:-1], indptr[1:]),
         )
         fetched._block = block
         return fetched
@@ -278,14 +278,3 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
-
-
-def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:
-    return RowPointers.inside(
-        (array,),
-        dtype=array.dtype,
-        which=0,
-        offsets=indptr[:-1] * array.itemsize,
-        sizes=np.diff(indptr) * array.itemsize,
-        held_bytes=array.nbytes,
-    )

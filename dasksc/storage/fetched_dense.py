@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, may_round, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
-from dasksc.storage.row_pointers import RowPointers
 
 
 class DenseRowBuffer(RowBufferBase):
@@ -153,15 +152,8 @@ class DenseRowBuffer(RowBufferBase):
     @classmethod
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseRowBuffer:
         """Wrap all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
-        size = block.shape[1] * block.itemsize
-        values = RowPointers.inside(
-            (block,),
-            dtype=block.dtype,
-            which=0,
-            offsets=np.arange(len(rows), dtype=np.int64) * size,
-            sizes=np.full(len(rows), size),
-            held_bytes=block.nbytes,
-        )
+        at = np.arange(len(rows), dtype=np.int64)
+        values = RowPointers.in_block(block, at, at + 1)
         fetched = cls(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
         fetched._block = block
         return fetched

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, StorageError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
 from dasksc.storage.matrix import ColumnMaps, Columns
-from dasksc.storage.row_pointers import RowPointers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, row_bytes
+from dasksc.storage.arrays import BrokenRunError, RowPointers, merge, reading, row_bytes
 from dasksc.storage.files import LocalFile, UseMmap, should_map
-from dasksc.storage.read_timing import reading
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import RowPointers
-from dasksc.storage.runs import merge
 
 
 class PlainArray:

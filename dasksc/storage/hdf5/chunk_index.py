@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.storage.chunked import ChunkTable
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5.remote import BlockReader
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
 # Minimum size of the metadata of a chunk in an HDF5 file.
