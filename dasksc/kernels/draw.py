@@ -226,8 +226,7 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
     size = min(segment, n - start)
     _copy_weights(start, size, values, table, lookup, inside[segment:])
     inside[segment + size :] = 0.0
-    for i in range(segment - 1, 0, -1):
-        inside[i] = inside[2 * i] + inside[2 * i + 1]
+    sum_up(inside)
 
 
 @kernel

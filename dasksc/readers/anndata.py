@@ -141,7 +141,7 @@ class AnnDataStore(Store):
     def _open(self, stored: Any) -> Matrix:
         options, path = self._options, self._path
         if isinstance(path, str) and isinstance(stored, h5py.HLObject):
-            check_item(stored, path, folder=os.path.dirname(path))
+            check_item(stored, path)
             holder = str(stored.file.filename)
             if holder != path:  # a link leads to another file
                 return open_matrix(os.path.abspath(holder), stored.name, use_mmap=options.mmap)

@@ -104,7 +104,8 @@ class _File:
         if "obs" not in names or "var" not in names or "mod" in names or any(name.startswith("raw.") for name in names):
             raise _OtherEncodingError
         table = h5g.open(self.id, b"obs")
-        columns = _strings(_attribute(table, b"column-order"))
+        order = _attribute(table, b"column-order")
+        columns = [name.decode() if isinstance(name, bytes) else str(name) for name in order]
         obs = self._obs(table, columns if wanted is None else [name for name in wanted if name in columns])
         found = ["X"] if "X" in names else []
         for group in _GROUPS:
@@ -294,10 +295,6 @@ def _text(item: Any, name: bytes) -> str:
     value = np.empty((), dtype=_STRING)
     h5a.open(item, name).read(value, _STRING_IN_MEMORY)
     return str(value.item().decode())
-
-
-def _strings(values: Any) -> list[str]:
-    return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
 
 
 def _length(dataset: h5d.DatasetID) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -125,7 +124,7 @@ class ReadSizes:
 def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
     """Yield the arrays of a stored element, including those that permitted HDF5 links lead to."""
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, RemoteLocation):
-        check_item(stored, path, folder=os.path.dirname(path))
+        check_item(stored, path)
     if not is_group(stored):
         if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:
             raise CorruptDataError(

@@ -56,7 +56,7 @@ class DenseRowBuffer(RowBufferBase):
         if out.dtype == BFLOAT16:
             values = buffers.empty(out.shape, np.float32)
             self.gather(positions, out=values, columns=columns)
-            self._cast(values, out, lambda element: int(positions[element // out.shape[1]]))
+            self._cast(values, out, positions)
             return
         sources = self._sources(columns)
         held = self.values.dtype
@@ -71,7 +71,7 @@ class DenseRowBuffer(RowBufferBase):
             missing = self._fill_value(target.dtype, sources)
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
-            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
+            self._cast(target, out, positions)
         if columns is not None and columns.sums is not None:
             self._add_up(positions, out, columns.sums)
 
@@ -84,7 +84,7 @@ class DenseRowBuffer(RowBufferBase):
         kernels.add_up(values, sums.starts, added)
         self._check_sums(added, out.dtype)
         converted = np.empty(added.shape, dtype=out.dtype)
-        self._cast(added, converted, lambda element: int(positions[element // len(sums.targets)]))
+        self._cast(added, converted, positions)
         out[:, sums.targets] = converted
 
     @property
@@ -129,7 +129,7 @@ class DenseRowBuffer(RowBufferBase):
         target = kernel_target(data, held)
         kernels.squeeze(dense, indptr, indices, target)
         if target is not data:
-            self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
+            self._cast(target, data, positions, indptr)
         return indptr, indices, data
 
     def compact(self) -> DenseRowBuffer:

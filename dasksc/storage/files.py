@@ -12,10 +12,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -234,7 +235,7 @@ class LocalFile:
 
         try:
             descriptor = self._descriptor(direct=True)
-            for _ in _direct_readers().map(fill, range(0, len(starts), n_together)):
+            for _ in _direct_readers(os.getpid()).map(fill, range(0, len(starts), n_together)):
                 pass
         except StorageError:
             raise
@@ -415,22 +416,9 @@ def can_map(path: str) -> bool:
     return not kind.startswith(_REMOTE_KINDS)
 
 
-class ThreadsOfProcess:
-    """Thread pool that each process creates on first use, since a fork does not copy threads."""
-
-    def __init__(self, count: Callable[[], int], name: str) -> None:
-        self._count = count
-        self._name = name
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
-
-    def __call__(self) -> ThreadPoolExecutor:
-        """Return the pool of this process."""
-        if self._pool is None or self._pool[0] != os.getpid():
-            # If threads race, each creates a pool, which is harmless: a pool starts its threads only when it gets work.
-            self._pool = os.getpid(), ThreadPoolExecutor(self._count(), thread_name_prefix=self._name)
-        return self._pool[1]
-
-
-# Number of concurrent direct reads. A disk reaches its full rate only with several concurrent requests, and the shorter
-# the requests, the more of them it needs.
-_direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
+@lru_cache(maxsize=1)
+def _direct_readers(process: int) -> ThreadPoolExecutor:
+    """Return the thread pool of a process, since a fork does not copy threads."""
+    # A disk reaches its full rate only with several concurrent requests, and the shorter the requests, the more of them
+    # it needs. If threads race, each creates a pool, which is harmless: a pool starts threads only when it gets work.
+    return ThreadPoolExecutor(32, thread_name_prefix="dasksc-direct-read")

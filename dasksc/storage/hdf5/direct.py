@@ -36,7 +36,7 @@ def direct_array(
 ) -> StoredArray:
     """Return a dataset as an array that is read without HDF5; `is_checked` is True if its links have been checked."""
     if isinstance(file, LocalFile) and not is_checked:  # remote files are checked when they are opened
-        check_item(dataset, file.path, folder=os.path.dirname(file.path))
+        check_item(dataset, file.path)
     dtype = dataset.dtype
     if dtype.kind not in "biuf" or not dtype.isnative or dtype == np.float16:
         raise UnknownLayoutError(f"its type is {dtype!r}")

@@ -233,8 +233,9 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
         _refuse(path, found[0], found[1], folder)
 
 
-def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
-    """Raise an error if `item` or any of its values are in a file outside a folder; see `check_links`."""
+def check_item(item: h5py.Dataset | h5py.Group, path: str) -> None:
+    """Raise an error if `item` or any of its values are in a file outside the folder of `path`; see `check_links`."""
+    folder = os.path.dirname(path)
     found = item.file.filename
     if not os.path.samefile(found, path) and not _is_inside(found, folder):
         _refuse(path, item.name.strip("/"), found, folder)

@@ -16,9 +16,9 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage.files import ThreadsOfProcess, UseMmap
+from dasksc.storage.files import UseMmap
 from dasksc.storage.remote.client import ObjectIdentity, ObstoreClient
 from dasksc.storage.remote.urls import RemoteLocation
 
@@ -46,7 +46,12 @@ _WHOLE_BYTES = 2**24
 _MANY = 32
 
 
-_threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
+@lru_cache(maxsize=1)
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the thread pool of a process, since a fork does not copy threads."""
+    return ThreadPoolExecutor(int(config.get("requests")), thread_name_prefix="dasksc-request")
+
+
 logger = logging.getLogger("dasksc.storage")
 
 # Size of a block, the unit of requests for missing data.
@@ -62,7 +67,7 @@ _warned: set[tuple[str, str]] = set()
 
 def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
     """Run calls on other threads, several at a time, and yield their results in order."""
-    threads = _threads()
+    threads = _threads(os.getpid())
     pending: deque[tuple[Future[T], int]] = deque()
     ahead = 0
     rest = iter(calls)
