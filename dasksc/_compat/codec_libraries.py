@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import deflate._deflate
@@ -21,6 +22,7 @@ _ZSTD_FUNCTIONS = (
 )
 
 
+@cache
 def blosc_getitem_address() -> np.uint64 | None:
     """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk; None if missing."""
     # The function of C-Blosc2 (3.3.5) cannot replace it: it returns wrong bytes for a range that is as long as a block
@@ -29,11 +31,13 @@ def blosc_getitem_address() -> np.uint64 | None:
     return None if addresses is None else addresses[0]
 
 
+@cache
 def zstd_addresses() -> tuple[np.uint64, ...] | None:
     """Return the addresses of `_ZSTD_FUNCTIONS`; None if one is missing."""
     return _addresses(numcodecs.zstd, *_ZSTD_FUNCTIONS)
 
 
+@cache
 def deflate_addresses(wbits: int) -> tuple[np.uint64, ...] | None:
     """Return the addresses of libdeflate for zlib (`wbits` = 15) or gzip (31) streams; None if one is missing."""
     decompress = "libdeflate_zlib_decompress" if wbits == 15 else "libdeflate_gzip_decompress"

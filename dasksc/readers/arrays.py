@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, as_matrix, open_matrix
-from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_csr import CSRBlock, CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout, RowBuffer
 
-Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]] | NDArray[Any]
+Block = CSRBlock | NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

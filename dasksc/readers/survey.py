@@ -22,14 +22,13 @@ from anndata.io import read_elem
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
-from dasksc.kernels import files as kernels
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, UseMmap
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
 from dasksc.storage.files import FileIdentity, LocalFile, can_map
-from dasksc.storage.hdf5.direct import direct_array, packed_at, split_strings
+from dasksc.storage.hdf5.direct import direct_array, packed_strings, split_strings
 from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -148,11 +147,11 @@ class _File:
         if index_key not in _members(table):
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
-        sizes, packed = self._packed(names)
-        key = (_digest(sizes, packed), index_key, dtype)
+        packed, sizes = self._packed(names)
+        key = (_digest(packed, sizes), index_key, dtype)
         known = _genes.get(key)
         if known is None:
-            index = pd.Index(_texts(sizes, packed), dtype=dtype, name=None if index_key == "_index" else index_key)
+            index = pd.Index(_texts(packed, sizes), dtype=dtype, name=None if index_key == "_index" else index_key)
             known = _genes[key] = pd.DataFrame(index=index, columns=[])
         return known
 
@@ -187,29 +186,25 @@ class _File:
     def _categories(self, values: h5d.DatasetID, *, is_ordered: bool) -> pd.CategoricalDtype:
         if values.dtype.kind != "O":
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
-        sizes, packed = self._packed(values)
-        digest = _digest(sizes, packed)
+        packed, sizes = self._packed(values)
+        digest = _digest(packed, sizes)
         known = _categories.get(digest)
         if known is None:
-            known = _categories[digest] = pd.CategoricalDtype(_texts(sizes, packed)).categories
+            known = _categories[digest] = pd.CategoricalDtype(_texts(packed, sizes)).categories
         return pd.CategoricalDtype(known, ordered=is_ordered)
 
-    def _packed(self, strings: h5d.DatasetID) -> tuple[NDArray[np.int64], bytes]:
-        """Return the sizes of strings in bytes, and their concatenated bytes."""
+    def _packed(self, strings: h5d.DatasetID) -> tuple[bytes, NDArray[np.int64]]:
+        """Return strings, concatenated, and their sizes in bytes."""
         kind = h5py.check_string_dtype(strings.dtype)
         if kind is None or kind.length is not None:
             raise _OtherEncodingError
         n, offset = _length(strings), strings.get_offset()
         if self.bytes is not None and offset is not None and strings.get_storage_size() == 16 * n:
-            references = self.bytes[offset : offset + 16 * n]
-            starts, sizes = np.empty((2, n), dtype=np.int64)
-            if (
-                len(references) == 16 * n
-                and kernels.locate_strings(references.reshape(n, 16), self.bytes, starts, sizes) < 0
-            ):
-                return sizes, packed_at(self.bytes, starts, sizes)
+            found = packed_strings(self.bytes, offset, n)
+            if found is not None:
+                return found
         raw = _read(strings)
-        return np.fromiter(map(len, raw), dtype=np.int64, count=n), b"".join(raw)
+        return b"".join(raw), np.fromiter(map(len, raw), dtype=np.int64, count=n)
 
     # --- Matrices -----------------------------------------------------------------------------------------
 
@@ -311,9 +306,9 @@ def _read(dataset: h5d.DatasetID) -> NDArray[Any]:
     return values
 
 
-def _digest(sizes: NDArray[np.int64], packed: bytes) -> bytes:
+def _digest(packed: bytes, sizes: NDArray[np.int64]) -> bytes:
     return hashlib.blake2b(sizes.tobytes() + packed, digest_size=16).digest()
 
 
-def _texts(sizes: NDArray[np.int64], packed: bytes) -> NDArray[Any]:
+def _texts(packed: bytes, sizes: NDArray[np.int64]) -> NDArray[Any]:
     return np.array(split_strings(packed, sizes), dtype=object)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc._compat.codec_libraries import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.kernels import decoding
@@ -27,16 +28,7 @@ from dasksc.storage.arrays import (
     reading,
     thread_times,
 )
-from dasksc.storage.codecs import (
-    Blosc,
-    Chain,
-    Deflate,
-    Zstd,
-    blosc_getitem,
-    deflate_functions,
-    scratch,
-    zstd_functions,
-)
+from dasksc.storage.codecs import Blosc, Chain, Deflate, Zstd, scratch
 from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.remote.remote_file import RemoteFile
 
@@ -188,11 +180,11 @@ class ChunkedArray:
         functions: Any
         match self._chain.codecs:
             case (Blosc(),):
-                decode, functions = decoding.decode_blosc, blosc_getitem()
+                decode, functions = decoding.decode_blosc, blosc_getitem_address()
             case (Zstd(),):
-                decode, functions = decoding.decode_pieces, zstd_functions()
+                decode, functions = decoding.decode_pieces, zstd_addresses()
             case (Deflate() as codec,):
-                decode, functions = decoding.decode_pieces, deflate_functions(codec.wbits)
+                decode, functions = decoding.decode_pieces, deflate_addresses(codec.wbits)
             case _:
                 return False
         if functions is None or not self._in_place(block):

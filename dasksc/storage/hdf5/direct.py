@@ -175,20 +175,31 @@ def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iter
     data = file.mapped()
     for first in range(0, len(dataset), n_together):
         n = min(n_together, len(dataset) - first)
-        references = data[offset + first * _REFERENCE_BYTES :][: n * _REFERENCE_BYTES].reshape(n, _REFERENCE_BYTES)
-        starts, sizes = np.empty((2, n), dtype=np.int64)
-        if kernels.locate_strings(references, data, starts, sizes) >= 0:
+        found = packed_strings(data, offset + first * _REFERENCE_BYTES, n)
+        if found is None:
             yield None
             return
-        yield strings_at(data, starts, sizes)
+        yield split_strings(*found)
+
+
+def packed_strings(data: NDArray[np.uint8], offset: int, n: int) -> tuple[bytes, NDArray[np.int64]] | None:
+    """Return `n` strings of a file, concatenated, and their sizes in bytes; None if one cannot be found."""
+    # The references to the strings begin at `offset`.
+    references = data[offset : offset + n * _REFERENCE_BYTES]
+    starts, sizes = np.empty((2, n), dtype=np.int64)
+    if len(references) < n * _REFERENCE_BYTES:
+        return None
+    if kernels.locate_strings(references.reshape(n, _REFERENCE_BYTES), data, starts, sizes) >= 0:
+        return None
+    return _packed_at(data, starts, sizes), sizes
 
 
 def strings_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[str]:
     """Return the strings in given byte ranges."""
-    return split_strings(packed_at(data, starts, sizes), sizes)
+    return split_strings(_packed_at(data, starts, sizes), sizes)
 
 
-def packed_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
+def _packed_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
     """Return the concatenated bytes of given ranges."""
     packed = np.empty(int(sizes.sum()), dtype=np.uint8)
     kernels.copy_strings(data, starts, sizes, packed)
