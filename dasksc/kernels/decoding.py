@@ -101,9 +101,12 @@ def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops,
 def _decode_chunk(functions, context, source, size, n_needed, target, n_bytes):
     """Decode the chunk of `size` bytes at `source` to `target`, up to at least `n_needed` of its `n_bytes` bytes."""
     size, n_needed, n_bytes = np.uint64(size), np.uint64(n_needed), np.uint64(n_bytes)
+    # Numba compiles one of the two branches for each number of functions.
     if len(functions) == 3:
         # Without an address for the decoded size, libdeflate fails for any other size than that of the chunk.
         return np.int32(call(functions[2], (context, source, size, target, n_bytes, np.uint64(0)))) == 0
+    # Frames are decoded block by block, straight into place. A streaming decompressor would copy each block twice, and
+    # would allocate its window again for every frame.
     _, _, content_size, begin, next_size, proceed = functions
     if call(content_size, (source, size)) != n_bytes:
         return False
@@ -127,6 +130,7 @@ def _decode_chunk(functions, context, source, size, n_needed, target, n_bytes):
 @kernel
 def decode_lzf(data, out):
     """Decode `data` into `out`, both uint8; return the number of bytes, or -1 if it is corrupt or does not fit."""
+    # Otherwise, only libhdf5 decodes this filter of HDF5, under its global lock.
     # Indices are unsigned, so that numba need not handle negative ones and can vectorize the copies.
     at = to = np.int64(0)
     while at < len(data):

@@ -1,7 +1,7 @@
 """Operations that numba lacks: elements at addresses, bits, vectors of neighboring elements, and calls of C libraries.
 
-LLVM compiles vectors of any width for any processor, so these functions do not depend on the instruction set of the
-processor.
+Vectors serve loops that LLVM does not vectorize by itself. It compiles vectors of any width for any processor, so these
+functions do not depend on the instruction set of the processor.
 """
 
 from __future__ import annotations

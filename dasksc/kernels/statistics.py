@@ -127,6 +127,7 @@ def _count(value):
 @kernel
 def digest_csr(indptr, indices, data, sums, digests, largest):
     """Write the sum, digest and largest value of each CSR row; the largest value is infinite unless all are counts."""
+    # Digests serve to compare matrices, and largest values to choose the data type of counts.
     # The digest is the sum, modulo 2**64, of a 64-bit hash of the column and value of each nonzero.
     for i in range(len(indptr) - 1):
         total = most = 0.0

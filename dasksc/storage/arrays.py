@@ -1,4 +1,7 @@
-"""Stored arrays: their protocol, runs of their rows, and arrays in memory or read by slices."""
+"""Stored arrays: their protocol, runs of their rows, and arrays in memory or read by slices.
+
+A run is a half-open interval [start, stop) along the first axis of an array.
+"""
 
 from __future__ import annotations
 

@@ -184,6 +184,9 @@ class ConcatenatedMatrix:
 class MappedCSR:
     """Place of a CSR matrix in a file whose bytes are its arrays."""
 
+    # An atlas may consist of thousands of files of a few hundred cells each, and a fetch may need a few rows of each of
+    # dozens of them. Locating the rows of every file with NumPy then takes much longer than copying them.
+
     file: LocalFile
     data: PlainArray
     offsets: tuple[int, ...]  # Byte offsets of `indptr`, `indices` and `data`

@@ -217,6 +217,7 @@ class BlockReader(io.RawIOBase):
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
     """Raise an error if a file has links to files outside a folder."""
+    # A file from an untrusted source may refer to any path on this machine.
 
     def look(name: str, link: Any) -> tuple[str, str] | None:
         if isinstance(link, h5py.ExternalLink):

@@ -1,4 +1,4 @@
-"""Reading of byte ranges of remote objects, with nearby ranges merged and many requests in flight.
+"""Reading of byte ranges of remote objects, with nearby ranges merged, many requests in flight, and a local cache.
 
 Each request costs a round trip of tens of milliseconds, so threads make the requests of a fetch far enough ahead to
 fill the link.
@@ -255,6 +255,11 @@ def files_ahead(locations: Sequence[RemoteLocation], *, cache: Cache | None) -> 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
     """Folder with blocks of remote objects, created for this user alone, and its maximum size in bytes."""
+
+    # The processes of the user share it. Each block is a file named by the URL, version and size of its object and by
+    # its offset, so files are never modified in place. A file has a temporary name until it is complete. There are no
+    # locks. When the folder reaches its limit, the least recently used files are removed. A folder that others can
+    # access is not used.
 
     folder: str
     limit: int
