@@ -179,9 +179,6 @@ def _entries(stored: Any) -> list[str]:
     return [] if _is_null(stored) else list(stored)
 
 
-# --- Storage of matrices, for `dasksc.describe` -------------------------------------------------------------
-
-
 def described(key: str, stored: Any) -> Iterator[StoredMatrix]:
     """Yield the storage of an element if it is a matrix."""
     if isinstance(stored, h5py.Dataset | zarr.Array):

@@ -125,8 +125,6 @@ class _File:
             raw_var=raw_var,
         )
 
-    # --- Tables -------------------------------------------------------------------------------------------
-
     def _obs(self, table: h5g.GroupID, columns: Sequence[str]) -> pd.DataFrame:
         index_key = _text(table, b"_index")
         # Names with slashes could lead through links.
@@ -205,8 +203,6 @@ class _File:
                 return found
         raw = _read(strings)
         return b"".join(raw), np.fromiter(map(len, raw), dtype=np.int64, count=n)
-
-    # --- Matrices -----------------------------------------------------------------------------------------
 
     def _matrix(self, key: str) -> Matrix:
         label = f"{self.file.path}:/{key}"

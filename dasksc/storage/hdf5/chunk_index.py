@@ -110,9 +110,6 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
     dataset.id.chunk_iter(note)
 
 
-# --- The tree -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tree:
     """B-tree of version 1 over the chunks of a dataset."""
@@ -212,9 +209,6 @@ class _Tree:
         return CorruptDataError(
             f"{self.label}: the index of its chunks is corrupt: {reason}. Copy or download the file again."
         )
-
-
-# --- Location of the tree -----------------------------------------------------------------------------
 
 
 def _half_of(file: LocalFile | RemoteFile) -> int | None:
