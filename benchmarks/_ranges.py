@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage.runs import cut, merge
+from dasksc.storage.arrays import cut, merge
 
 PAGE = 4096
 # Ranges per task of a thread: submitting a task for each range would take as long as reading a short range.

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def check_training(version: str) -> None:
 
 # The C libraries in the wheels of numcodecs and deflate, which do not wrap these functions
 
-# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
+# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.decoding` expects them.
 _ZSTD_FUNCTIONS = (
     "ZSTD_createDCtx",
     "ZSTD_freeDCtx",
@@ -85,6 +86,7 @@ _ZSTD_FUNCTIONS = (
 )
 
 
+@cache
 def blosc_getitem_address() -> np.uint64 | None:
     """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk; None if missing."""
     import numcodecs.blosc  # type: ignore[import-untyped]
@@ -95,6 +97,7 @@ def blosc_getitem_address() -> np.uint64 | None:
     return None if addresses is None else addresses[0]
 
 
+@cache
 def zstd_addresses() -> tuple[np.uint64, ...] | None:
     """Return the addresses of `_ZSTD_FUNCTIONS`; None if one is missing."""
     import numcodecs.zstd  # type: ignore[import-untyped]
@@ -102,6 +105,7 @@ def zstd_addresses() -> tuple[np.uint64, ...] | None:
     return _addresses(numcodecs.zstd, *_ZSTD_FUNCTIONS)
 
 
+@cache
 def deflate_addresses(wbits: int) -> tuple[np.uint64, ...] | None:
     """Return the addresses of libdeflate for zlib (`wbits` = 15) or gzip (31) streams; None if one is missing."""
     import deflate._deflate

@@ -20,7 +20,7 @@ from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
 from dasksc.readers.catalog import Identity, as_text, write_matrix
 from dasksc.storage import RemoteLocation, is_url
-from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import identities
 from dasksc.storage.remote.urls import ZARR_MARKERS

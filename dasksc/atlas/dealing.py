@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
 from dasksc.errors import InputError
+from dasksc.kernels import groups as kernels
 from dasksc.kernels import permute
-from dasksc.kernels import sets as set_kernels
-from dasksc.kernels import split as kernels
 from dasksc.plan.arrays import EMPTY_INTS
 from dasksc.plan.labels import CodedColumn
 from dasksc.plan.sets import combined_codes
@@ -34,7 +33,7 @@ def combined(columns: Sequence[CodedColumn], n: int) -> tuple[_Int32s, _Int64s, 
     """Return the combination of codes of each row, the codes of each combination, and its number of rows."""
     codes, n_codes = combined_codes(columns, slice(None), n)
     counts, firsts = np.zeros((2, n_codes), dtype=np.int64)
-    set_kernels.count_groups(codes, counts, firsts)
+    kernels.count_groups(codes, counts, firsts)
     present = np.flatnonzero(counts)
     numbers = np.zeros(n_codes, dtype=np.int32)
     numbers[present] = np.arange(len(present))

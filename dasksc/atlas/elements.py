@@ -16,9 +16,8 @@ from dasksc.errors import CorruptDataError, InputError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
-from dasksc.readers.locations import where_of
 from dasksc.readers.names import digest_names, nameless_index, names_in_pieces
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, where_of
 from dasksc.readers.registry import opened
 from dasksc.storage import Matrix, RemoteLocation
 

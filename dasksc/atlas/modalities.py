@@ -16,12 +16,11 @@ from dasksc.atlas.opening import elements_of
 from dasksc.atlas.stored import open_modalities, split_columns
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
+from dasksc.readers.anndata import holds_modalities
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.locations import naming_errors
-from dasksc.readers.mudata import holds_modalities
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, naming_errors
 from dasksc.storage import Cache, UseMmap
-from dasksc.storage.reordered import ReorderedMatrix
+from dasksc.storage.combined import ReorderedMatrix
 
 _RESERVED = ("obs", "index")
 

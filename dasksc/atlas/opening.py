@@ -24,9 +24,8 @@ from dasksc.checks import check_flags, check_one_of, name_or_none
 from dasksc.displays import first_of
 from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
-from dasksc.readers.options import Openable, OpenOptions, names_given
+from dasksc.readers.options import Openable, OpenOptions, names_given, naming_errors
 from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
 
 logger = logging.getLogger("dasksc.collection")

@@ -18,12 +18,10 @@ from dasksc.atlas.elements import Elements, known_columns, matrix_behind, requir
 from dasksc.errors import InputError, StorageError
 from dasksc.pushdown import MatrixRows, gather_block, to_dask
 from dasksc.readers.arrays import Lazy, lazily
-from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
-from dasksc.readers.locations import naming_errors, where_of
 from dasksc.readers.names import names_in_pieces
-from dasksc.readers.options import ACCEPTED, OpenOptions, refuse_feature_choice
-from dasksc.readers.registry import opened, reader_of
+from dasksc.readers.options import ACCEPTED, OpenOptions, naming_errors, refuse_feature_choice, where_of
+from dasksc.readers.registry import Hdf5Reader, opened, reader_of
 from dasksc.readers.survey import blocks_ahead, surveyed
 from dasksc.storage import Matrix, RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.remote_file import RemoteFile, files_ahead

@@ -21,7 +21,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.executor.progress import progress_bar
 from dasksc.executor.schedulers import default_threads
 from dasksc.kernels.draw import count_codes
-from dasksc.kernels.split import put_by_code
+from dasksc.kernels.groups import put_by_code
 from dasksc.memory import memory_limit
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
 from dasksc.plan.deal import BlockOrder

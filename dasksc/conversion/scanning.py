@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, StorageError
-from dasksc.kernels import digest
+from dasksc.kernels import statistics
 from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
 from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer, open_matrix
 from dasksc.storage.arrays import memory_dtype
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
-"""Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
+"""Description of a row: number of stored values, their sum, digest (see `dasksc.kernels.statistics`) and maximum."""
 
 Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]] | NDArray[Any]
 
@@ -54,9 +54,9 @@ def described(block: Block) -> NDArray[Any]:
     rows = np.empty(len(lengths), dtype=ROW)
     out = [np.empty(len(rows), dtype=ROW[name]) for name in ("sum", "digest", "largest")]
     if isinstance(block, tuple):
-        digest.digest_csr(*block, *out)
+        statistics.digest_csr(*block, *out)
     else:
-        digest.digest_dense(block, *out)
+        statistics.digest_dense(block, *out)
     rows["length"], rows["sum"], rows["digest"], rows["largest"] = lengths, *out
     return rows
 

@@ -22,12 +22,11 @@ from dasksc.conversion.contents import ADVICE, Contents
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.work_folder import as_anndata_writes, atomic_array, atomic_path, mapped_array, write_group
-from dasksc.readers.locations import where_of
 from dasksc.readers.names import any_equal
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, where_of
 from dasksc.readers.registry import opened
 from dasksc.storage import caused_by_data
-from dasksc.storage.hdf5.strings import strings_at
+from dasksc.storage.hdf5.direct import strings_at
 
 _LOST = "The disk or memory may be failing. The written data are removed; convert again."
 # Number of rows of a column that are reordered and written at a time.

@@ -27,7 +27,7 @@ from dasksc.errors import FetchError, StorageError
 from dasksc.executor.schedulers import address_of
 from dasksc.pushdown import DaskMatrix
 from dasksc.storage.buffers import Recycling
-from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import FileIdentity
 
 logger = logging.getLogger("dasksc.window.cluster")
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Columns, Layout, Matrix, RowBuffer, join, mapping, mapping_of
-from dasksc.storage.read_timing import ThreadTimes, clock
+from dasksc.storage.arrays import ThreadTimes, clock
 
 if TYPE_CHECKING:
     from dasksc.executor.window import Window

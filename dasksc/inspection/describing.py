@@ -21,8 +21,7 @@ from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.readers.catalog import files_of
-from dasksc.readers.locations import where_of
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, where_of
 from dasksc.readers.registry import opened as opened_store
 from dasksc.storage import Layout, redact_url
 

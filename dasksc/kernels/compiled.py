@@ -44,7 +44,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     """
     dispatcher: Any = njit(nogil=True)(function)
     try:
-        dispatcher._cache = _Cache(function)
+        cache: Any = FunctionCache(function)
+        cache._cache_file = _CacheFiles(str(cache._cache_path), str(cache._impl.filename_base))
+        dispatcher._cache = cache
     except RuntimeError as error:  # neither the source folder nor the user's cache folder is writable
         logger.info("kernels are compiled again in every process: %s", error)
     return dispatcher
@@ -102,12 +104,6 @@ def _source_digest() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         state.update(path.read_bytes())
     return state.hexdigest()
-
-
-class _Cache(FunctionCache):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file = _CacheFiles(str(self._cache_path), str(self._impl.filename_base))
 
 
 class _CacheFiles:

@@ -5,7 +5,7 @@ decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 store
 keep the number of compiled variants small: variants differ only in the data types of the elements, such as values and
 column indices.
 
-The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes them and checks their bounds).
+The caller guarantees valid addresses (`dasksc.storage.arrays.RowPointers` computes them and checks their bounds).
 The data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the position of
 the row among the fetched rows. Without such an error, a kernel returns -1.
 
@@ -34,16 +34,10 @@ any_order
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.vectors import count_bits, descent_bits, lowest_bit, nonzero_bits
+from dasksc.kernels.intrinsics import STRIDE, count_bits, descent_bits, load, lowest_bit, nonzero_bits, prefetch
 
 # Results of a kernel for a row whose columns are not strictly ascending, and for values that become infinite.
 UNORDERED, INFINITE = -2, -3
@@ -52,11 +46,8 @@ NOWHERE, ZERO = -1, -2
 
 # Number of elements of a dense row that are cleared at a time if the columns of the CSR row are not ascending.
 _CLEARED_AHEAD = np.uint64(2048)
-# Number of elements processed between two prefetches.
-_STRIDE = 64
 # Number of values checked between two tests for early exit.
 _TRIED = 4096
-_LINE_BYTES = 64
 # Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
@@ -65,86 +56,9 @@ _SIZE_BITS = np.uint16(0x7FFF)
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
-def rounded(like: NDArray[Any], to: str) -> NDArray[Any]:
-    """Return an empty array that tells the kernels to round values of `like`'s type, `to` "bfloat16" or "float16"."""
-    return np.empty(0, dtype=[(to, like.dtype)])
-
-
-@intrinsic
-def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
-    """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
-    is_rounded = isinstance(like.dtype, types.Record)
-    to = next(iter(like.dtype.fields)) if is_rounded else None
-    dtype = like.dtype.typeof(to) if is_rounded else like.dtype
-    signature = (types.uint16 if is_rounded else dtype)(types.uint64, types.int64, like)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        model = context.data_model_manager[dtype]
-        start = builder.inttoptr(args[0], model.get_data_type().as_pointer())
-        value = model.from_data(builder, builder.load(builder.gep(start, [args[1]]), align=1))
-        if not is_rounded:
-            return value
-        # Adding 0 turns -0.0 into 0.0, as the sum of a dense element does.
-        single = builder.fadd(context.cast(builder, value, dtype, types.float32), ir.Constant(_SINGLE, 0.0))
-        bits = _bfloat16_bits if to == "bfloat16" else _float16_bits
-        return builder.trunc(bits(builder, single), ir.IntType(16))
-
-    return signature, codegen
-
-
-_SINGLE, _WORD = ir.FloatType(), ir.IntType(32)
-
-
-def _bfloat16_bits(builder: Any, single: Any) -> Any:
-    """Emit code that rounds a float32 to the bits of bfloat16. Ties go to the even neighbor."""
-    bits = builder.bitcast(single, _WORD)
-    odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
-    nearest = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
-    # NaN keeps its upper bits, one of which is set lest it become infinity.
-    quiet = builder.or_(builder.lshr(bits, _WORD(16)), _WORD(0x40))
-    return builder.select(builder.fcmp_unordered("uno", single, single), quiet, nearest)
-
-
-def _float16_bits(builder: Any, single: Any) -> Any:
-    """Emit code that rounds a float32 to the bits of float16. Ties go to the even neighbor."""
-    bits = builder.bitcast(single, _WORD)
-    size = builder.and_(bits, _WORD(0x7FFFFFFF))
-    # The exponent of float16 has a bias of 15 rather than 127.
-    odd = builder.and_(builder.lshr(size, _WORD(13)), _WORD(1))
-    normal = builder.lshr(builder.add(size, builder.add(odd, _WORD(0xFFF - (112 << 23)))), _WORD(13))
-    # In [0.5, 1), float32 has the spacing of the subnormal numbers of float16, 2**-24, so the addition rounds to them.
-    raised = builder.fadd(builder.bitcast(size, _SINGLE), ir.Constant(_SINGLE, 0.5))
-    subnormal = builder.sub(builder.bitcast(raised, _WORD), _WORD(0x3F000000))
-    large = builder.select(builder.icmp_unsigned(">", size, _WORD(0x7F800000)), _WORD(0x7E00), _WORD(0x7C00))
-    small = builder.select(builder.icmp_unsigned("<", size, _WORD(113 << 23)), subnormal, normal)
-    found = builder.select(builder.icmp_unsigned("<", size, _WORD(143 << 23)), small, large)
-    return builder.or_(found, builder.and_(builder.lshr(bits, _WORD(16)), _WORD(0x8000)))
-
-
-@intrinsic
-def _prefetch(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
-    """Prefetch elements ``[first, first + _STRIDE)`` of the array at `address`, which may be any, without waiting."""
-    signature = types.void(types.uint64, types.int64, like)
-    dtype = like.dtype
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element, byte, number = context.get_data_type(dtype), ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        # Options of llvm.prefetch: read access, highest temporal locality, data cache.
-        options = [ir.Constant(number, option) for option in (0, 3, 1)]
-        start = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
-        for offset in range(0, _STRIDE * context.get_abi_sizeof(element), _LINE_BYTES):
-            line = builder.gep(builder.bitcast(start, byte), [ir.Constant(ir.IntType(64), offset)])
-            builder.call(prefetch, [line, *options])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
 @kernel
 def _is_ascending_at(columns_at, start, stop, like_indices):
-    if stop - start == _STRIDE + 1:
+    if stop - start == STRIDE + 1:
         return descent_bits(columns_at, start, like_indices) == 0
     # A loop without branches is vectorized.
     ascending = True
@@ -168,10 +82,10 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         # cleared first, its beginning would no longer be in the L1 cache when values are written.
         n_cleared = np.uint64(0)
         ascending = True
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            _prefetch(next_values_at, first, like_data)
-            end = min(first + _STRIDE, n)
+        for first in range(0, n, STRIDE):
+            prefetch(next_columns_at, first, like_indices)
+            prefetch(next_values_at, first, like_data)
+            end = min(first + STRIDE, n)
             ascending = _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices)
             if not ascending:
                 break
@@ -212,7 +126,7 @@ def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_d
     """Write CSR rows of ascending columns into a dense `out` of rounded bits; return `INFINITE` if one is infinite."""
     # This kernel is `scatter_rows` with the values rounded 64 at a time, which is vectorized.
     n_columns = np.uint64(n_vars)
-    bits = np.empty(_STRIDE, np.uint16)
+    bits = np.empty(STRIDE, np.uint16)
     infinite = False
     for i in range(len(positions)):
         row = positions[i]
@@ -221,10 +135,10 @@ def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_d
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         dense = out[i]
         n_cleared = np.uint64(0)
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            _prefetch(next_values_at, first, like_data)
-            end = min(first + _STRIDE, n)
+        for first in range(0, n, STRIDE):
+            prefetch(next_columns_at, first, like_indices)
+            prefetch(next_values_at, first, like_data)
+            end = min(first + STRIDE, n)
             if not _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices):
                 return UNORDERED
             last = np.uint64(load(columns_at, end - 1, like_indices))
@@ -268,10 +182,10 @@ def _keep_columns(columns_at, n, lookup, columns, places, next_columns_at, next_
     n_columns = np.uint64(len(lookup))
     n_kept = np.uint64(0)
     smallest = np.int32(0)
-    for first in range(0, n, _STRIDE):
-        _prefetch(next_columns_at, first, like_indices)
-        _prefetch(next_values_at, first, like_data)
-        for k in range(first, min(first + _STRIDE, n)):
+    for first in range(0, n, STRIDE):
+        prefetch(next_columns_at, first, like_indices)
+        prefetch(next_values_at, first, like_data)
+        for k in range(first, min(first + STRIDE, n)):
             column = np.uint64(load(columns_at, k, like_indices))
             if column >= n_columns:
                 return -1
@@ -288,10 +202,10 @@ def _renumber(columns_at, n, lookup, columns, next_columns_at, next_values_at, l
     """Write the output column of every column of a row; return their number, or -1 for an invalid column."""
     n_columns = np.uint64(len(lookup))
     smallest = np.int32(0)
-    for first in range(0, n, _STRIDE):
-        _prefetch(next_columns_at, first, like_indices)
-        _prefetch(next_values_at, first, like_data)
-        for k in range(first, min(first + _STRIDE, n)):
+    for first in range(0, n, STRIDE):
+        prefetch(next_columns_at, first, like_indices)
+        prefetch(next_values_at, first, like_data)
+        for k in range(first, min(first + STRIDE, n)):
             column = np.uint64(load(columns_at, k, like_indices))
             if column >= n_columns:
                 return -1
@@ -325,10 +239,10 @@ def scatter_columns(
             for j in range(np.uint64(n_kept)):
                 dense[np.uint64(columns[j])] += load(values_at, np.int64(places[j]), like_data)
             continue
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            _prefetch(next_values_at, first, like_data)
-            for k in range(first, min(first + _STRIDE, n)):
+        for first in range(0, n, STRIDE):
+            prefetch(next_columns_at, first, like_indices)
+            prefetch(next_values_at, first, like_data)
+            for k in range(first, min(first + STRIDE, n)):
                 column = np.uint64(load(columns_at, k, like_indices))
                 if column >= n_columns:
                     return row
@@ -387,10 +301,10 @@ def copy_rows_csr(
         if smallest < 0 or largest >= n_vars:
             return row
         next_columns_at, next_values_at = indices_at[following], data_at[following]
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            _prefetch(next_values_at, first, like_data)
-            for k in range(first, min(first + _STRIDE, n)):
+        for first in range(0, n, STRIDE):
+            prefetch(next_columns_at, first, like_indices)
+            prefetch(next_values_at, first, like_data)
+            for k in range(first, min(first + STRIDE, n)):
                 row_data[k] = load(values_at, k, like_data)
     return -1
 
@@ -406,9 +320,9 @@ def count_columns(positions, lengths, indices_at, maps, lookups, counts, like_in
         columns_at, next_columns_at = indices_at[row], indices_at[following]
         lookup = lookups[maps[row]]
         n_kept = 0
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            for k in range(first, min(first + _STRIDE, n)):
+        for first in range(0, n, STRIDE):
+            prefetch(next_columns_at, first, like_indices)
+            for k in range(first, min(first + STRIDE, n)):
                 column = np.uint64(load(columns_at, k, like_indices))
                 if column >= n_columns:
                     return row
@@ -693,3 +607,32 @@ def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fil
             to += n
             start = ends[extent]
             extent += 1
+
+
+@kernel
+def count_triples(ids, rows, at, counts):
+    """Find the position of each triple's row among ascending `ids`, and count them; return a row without one, or -1."""
+    previous, position = np.int64(-1), 0
+    for k in range(rows.shape[0]):
+        if rows[k] != previous:
+            previous = rows[k]
+            position = np.searchsorted(ids, previous)
+            if position == ids.shape[0] or ids[position] != previous:
+                return previous
+        at[k] = position
+        counts[position] += 1
+    return -1
+
+
+@kernel
+def fill_triples(at, columns, values, to, places, out_columns, out_values):
+    """Write triples to the next places of their rows; return the first column that `to` does not map, or -1."""
+    for k in range(at.shape[0]):
+        column = columns[k]
+        if column < 0 or column >= to.shape[0] or to[column] < 0:
+            return column
+        place = places[at[k]]
+        out_columns[place] = to[column]
+        out_values[place] = values[k]
+        places[at[k]] = place + 1
+    return -1

@@ -14,8 +14,8 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
+from dasksc.kernels.intrinsics import count_bits
 from dasksc.kernels.permute import below, bits, stream, uniform
-from dasksc.kernels.vectors import count_bits
 
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
@@ -226,8 +226,7 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
     size = min(segment, n - start)
     _copy_weights(start, size, values, table, lookup, inside[segment:])
     inside[segment + size :] = 0.0
-    for i in range(segment - 1, 0, -1):
-        inside[i] = inside[2 * i] + inside[2 * i + 1]
+    sum_up(inside)
 
 
 @kernel

@@ -20,18 +20,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import mix, stream, uniform
 
-__all__ = [
-    "HIDDEN",
-    "REPLACED",
-    "SHOWN",
-    "bin_tokens",
-    "choose",
-    "count_tokens",
-    "mask_tokens",
-    "rank_tokens",
-    "row_keys",
-]
-
 _ALL = np.uint32(0xFFFFFFFF)
 # Streams under the key of a row: for the choice of sampled genes, the choice of masked genes, the fate of a masked
 # gene, the replacement of a masked gene, and the bin of a value at which several bin edges coincide.

@@ -18,7 +18,7 @@ from dasksc.checks import check_one_of, name_or_none, similar, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
-from dasksc.storage.concatenated import ConcatenatedMatrix
+from dasksc.storage.combined import ConcatenatedMatrix
 from dasksc.transforms.vocabulary import Vocabulary
 
 logger = logging.getLogger("dasksc.loader")

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
+from dasksc.kernels import groups as kernels
 from dasksc.kernels import permute
-from dasksc.kernels import sets as set_kernels
-from dasksc.kernels import stratified as kernels
 from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, read_only
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.labels import check_quotas, largest_remainders, max_draws
@@ -346,7 +345,7 @@ class StratifiedRows:
     """Rows of one epoch, batch after batch; any batch can be computed on request."""
 
     sampler: StratifiedSampler  # Sampler of the rows
-    # Random keys of the draws, the groups, the batches and the systematic sampling (see `dasksc.kernels.stratified`),
+    # Random keys of the draws, the groups, the batches and the systematic sampling (see `dasksc.kernels.groups`),
     # shape (4,), uint64.
     keys: NDArray[np.uint64]
 
@@ -396,7 +395,7 @@ class StratifiedSampler(Sampler):
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         members = np.empty(starts[-1], dtype=np.int32 if candidates.n < 2**31 else np.int64)
-        set_kernels.list_members(codes[lookup] if len(lookup) else codes, starts.copy(), members)
+        kernels.list_members(codes[lookup] if len(lookup) else codes, starts.copy(), members)
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
-from dasksc.kernels import sets as kernels
+from dasksc.kernels import groups as kernels
 from dasksc.plan.arrays import EMPTY_INTS, Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn

@@ -1,9 +1,10 @@
-"""AnnData in a group of HDF5 or Zarr, of any version of the format."""
+"""AnnData and MuData in a group of HDF5 or Zarr, of any version of the format."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +15,12 @@ import zarr
 from anndata.io import read_elem
 
 from dasksc.errors import StorageError
-from dasksc.readers.arrays import is_lazy_matrix
+from dasksc.readers.arrays import is_group, is_lazy_matrix
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import names_in_pieces, stored_names, stored_names_type
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.sizes import ReadSizes
 from dasksc.readers.tables import (
+    ReadSizes,
     column_order,
     decode_old_categories,
     entry_of_records,
@@ -28,11 +29,11 @@ from dasksc.readers.tables import (
     read_table,
     table_of_records,
 )
-from dasksc.storage import Matrix, RemoteLocation, open_matrix
-from dasksc.storage.hdf5.reader import H5File
+from dasksc.storage import Matrix, RemoteLocation, is_url, open_matrix
+from dasksc.storage.hdf5.reader import H5File, check_item
 from dasksc.storage.opening import matrix_in
-from dasksc.storage.safety.hdf5_links import check_item
-from dasksc.storage.zarr.reader import ZarrFile
+from dasksc.storage.remote.urls import ZARR_MARKERS
+from dasksc.storage.zarr.reader import ZarrFile, is_zip, members_of
 
 # Elements of AnnData; each of the groups has entries.
 _SINGLE, _GROUPS = ("X", "obs", "var", "uns"), ("layers", "obsm", "obsp", "varm", "varp")
@@ -140,7 +141,7 @@ class AnnDataStore(Store):
     def _open(self, stored: Any) -> Matrix:
         options, path = self._options, self._path
         if isinstance(path, str) and isinstance(stored, h5py.HLObject):
-            check_item(stored, path, folder=os.path.dirname(path))
+            check_item(stored, path)
             holder = str(stored.file.filename)
             if holder != path:  # a link leads to another file
                 return open_matrix(os.path.abspath(holder), stored.name, use_mmap=options.mmap)
@@ -176,9 +177,6 @@ def _entries(stored: Any) -> list[str]:
     if is_record_array(stored):
         return list(stored.dtype.names)
     return [] if _is_null(stored) else list(stored)
-
-
-# --- Storage of matrices, for `dasksc.describe` -------------------------------------------------------------
 
 
 def described(key: str, stored: Any) -> Iterator[StoredMatrix]:
@@ -232,3 +230,46 @@ def _codec_name(codec: Any) -> str:
     cname = getattr(codec, "cname", None)
     name = getattr(codec, "codec_id", None) or type(codec).__name__.removesuffix("Codec").lower()
     return str(name) if cname is None else f"{name} {getattr(cname, 'value', cname)}"
+
+
+class MuDataStore(AnnDataStore):
+    """A MuData: its own obs and obsm, and its modalities."""
+
+    @classmethod
+    def holds(cls, root: Any) -> bool:
+        """Return True if the root group of a file or store is that of a MuData."""
+        return "mod" in root and is_group(root["mod"])
+
+    @cached_property
+    def _modalities(self) -> dict[str, AnnDataStore]:
+        stored = self._root["mod"]
+        order = [str(name) for name in stored.attrs.get("mod-order", sorted(stored))]
+        return {name: AnnDataStore(self._path, self._file, stored[name], self._options, self._sizes) for name in order}
+
+    def modalities(self) -> Mapping[str, Store]:
+        return self._modalities
+
+    def keys(self) -> list[str]:
+        """Return obs and the entries of obsm."""
+        # An entry of obsm with the name of a modality is a mask of the cells of that modality.
+        masks = {f"obsm/{name}" for name in self._modalities}
+        keys = super().keys()
+        return [key for key in keys if key == "obs" or (key.startswith("obsm/") and key not in masks)]
+
+    def description(self) -> Iterator[StoredMatrix]:
+        for name, store in self._modalities.items():
+            yield from (replace(one, key=f"{name}/{one.key}") for one in store.description())
+
+
+def holds_modalities(path: str) -> bool:
+    """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities."""
+    # The store may be zipped. A URL is recognized by its suffix only; a store at a URL is checked when it is opened.
+    location = RemoteLocation.of(path) if is_url(path) else None
+    if location is not None and location.local is None:
+        return location.key.endswith(".h5mu")
+    local = path if location is None or location.local is None else location.local
+    if is_zip(local):
+        return any(one.filename.startswith("mod/") for one in members_of(local))
+    return local.endswith(".h5mu") or (
+        os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
+    )

@@ -1,9 +1,10 @@
-"""Array objects of any kind as matrices that are read row by row."""
+"""Matrices that are read row by row: array objects of any kind, and rows that another library reads."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,17 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 import zarr
+from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, as_matrix, open_matrix
+from dasksc.storage.fetched_csr import CSRBlock, CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
+from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import Layout, RowBuffer
+
+Block = CSRBlock | NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +73,32 @@ def lazily(array: Any, label: str, options: OpenOptions) -> Any:
         # A random token: hashing an array in memory would cost a pass over it, and it may be modified in place.
         return Lazy(matrix=as_matrix(array, label), token=uuid.uuid4().hex)
     return array
+
+
+class RowsMatrix:
+    """Matrix whose subclasses read ascending, distinct rows as a block: a dense array, or a CSR triple."""
+
+    label: str
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    stored_dtype: np.dtype[Any]
+    layout: Layout
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        rows = check_rows(self.label, self.shape[0], rows)
+        distinct, positions = np.unique(rows, return_inverse=True)
+        block = self._read(distinct)
+        if not isinstance(block, tuple):
+            block = block if len(distinct) == len(rows) else block[positions]
+            return DenseRowBuffer.of_block(self.label, rows, self.dtype, block)
+        if len(distinct) < len(rows):
+            fetched = CSRRowBuffer.of_block(self.label, distinct, self.shape[1], self.dtype, block)
+            block = fetched.gather_csr(positions, dtype=block[2].dtype, any_order=True)
+        return CSRRowBuffer.of_block(self.label, rows, self.shape[1], self.dtype, block)
+
+    @abstractmethod
+    def _read(self, rows: NDArray[np.int64]) -> Block:
+        """Read ascending, distinct rows."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"

@@ -36,8 +36,7 @@ from dasksc.storage import (
     is_url,
     open_matrix,
 )
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.files import FileIdentity, LocalFile, can_map
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.opening import matrix_in

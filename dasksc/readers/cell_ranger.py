@@ -23,7 +23,7 @@ from dasksc.readers.anndata import described
 from dasksc.readers.interface import Store, StoredMatrix
 from dasksc.readers.names import nameless_index, read_names
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.sizes import ReadSizes
+from dasksc.readers.tables import ReadSizes
 from dasksc.storage import ColumnMaps, ConcatenatedMatrix, Matrix, RemoteLocation
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.opening import matrix_in

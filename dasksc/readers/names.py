@@ -14,7 +14,7 @@ from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 
 from dasksc.storage import RemoteLocation, UseMmap
-from dasksc.storage.hdf5.strings import read_strings, strings_in_pieces
+from dasksc.storage.hdf5.direct import read_strings, strings_in_pieces
 
 _FEW_NAMES = 100_000
 _PIECE = 2**16

@@ -1,18 +1,23 @@
-"""Options of `open`, and types of its input."""
+"""Options of `open`, types of its input, paths and URLs as readers receive them, and errors that name them."""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from anndata import AnnData
+from anndata import AnnData, OldFormatWarning
 
 from dasksc import config
 from dasksc.checks import names_or_none
-from dasksc.errors import InputError, WrongTypeError
-from dasksc.storage import Cache, RemoteLocation, UseMmap
+from dasksc.errors import InputError, MissingPathError, StorageError, WrongTypeError
+from dasksc.storage import SCHEMES, Cache, RemoteLocation, UseMmap, caused_by_data, is_url, redact_url
+from dasksc.storage.zarr.reader import is_zip
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -21,6 +26,8 @@ ACCEPTED = (
     "experiment or of a .parquet file, an AnnData (in memory, backed, or of Dask arrays), or several: a list or dict "
     "of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
 )
+# Scheme and remainder of a URL that lost a slash: "s3:/bucket/atlas.zarr".
+_URL_WITH_ONE_SLASH = re.compile(rf"(?:^|/)((?:{'|'.join(SCHEMES)}):)/(.+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +92,52 @@ def refuse_feature_choice(options: OpenOptions, what: str) -> None:
                 f"{option}= is for 10x .h5 files, but {what} is not one. Select genes of the result: "
                 f"adata[:, adata.var[{option!r}].isin({list(names)})]"
             )
+
+
+def where_of(path: str | os.PathLike[str], options: OpenOptions) -> str | RemoteLocation:
+    """Return the absolute path of a local file; a `RemoteLocation` for a URL or a path read through a cache."""
+    path = os.fspath(path)
+    location = RemoteLocation.of(path, options.storage_options) if is_url(path) else None
+    # The path is absolute, since tasks may run in processes with another working directory.
+    local = os.path.abspath(path) if location is None else location.local
+    if local is None:
+        assert location is not None
+        return location
+    if not os.path.exists(local):
+        raise MissingPathError(_nothing_at(local))
+    # Byte ranges of an archive are read from the file itself, without the cache.
+    return local if options.cache is None or is_zip(local) else RemoteLocation.of_local(local)
+
+
+def _nothing_at(path: str) -> str:
+    """Return the message for a path that does not exist, with similar names."""
+    if url := _URL_WITH_ONE_SLASH.search(path):
+        suggested_url = redact_url(f"{url[1]}//{url[2]}")
+        return f"there is nothing at {suggested_url.replace('//', '/', 1)}; did you mean {suggested_url}?"
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return f"there is nothing at {path}: {folder} is not a directory"
+    near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
+    return f"there is nothing at {path}" + (f"; similar names: {', '.join(near)}" if near else "")
+
+
+@contextmanager
+def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
+    """Convert errors of the libraries to errors that name the file, and suppress warnings about old formats."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OldFormatWarning)
+        warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)
+        # AnnData 0.13 uses an option that pandas 3 deprecates.
+        warnings.filterwarnings("ignore", message="The 'future.infer_string' option")
+        try:
+            yield
+        except (StorageError, InputError):
+            raise
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+        # The libraries may raise any error for damaged metadata.
+        except Exception as error:
+            if not caused_by_data(error):
+                error.add_note(f"The error occurred while {path} was opened.")
+                raise
+            raise StorageError(f"{path} cannot be read as AnnData: {error}") from error

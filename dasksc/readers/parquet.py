@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 
 from dasksc.checks import known
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
+from dasksc.readers.arrays import Block, RowsMatrix
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.rows import Block, RowsMatrix
 from dasksc.storage import FetchCost, Layout, RemoteLocation
 from dasksc.storage.arrays import logical_dtype, memory_dtype
 from dasksc.storage.fetched_rows import indptr_of
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5.remote import BlockReader
+from dasksc.storage.files import FileIdentity, LocalFile
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
 _DEFAULTS = {"genes": "genes", "expressions": "expressions", "token": "token_id", "gene_names": "ensembl_id"}

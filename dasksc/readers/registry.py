@@ -1,7 +1,11 @@
-"""The readers of this process: those of other packages, found by entry point, and those of dasksc."""
+"""The readers of this process: those of other packages, found by entry point, and those of dasksc.
+
+Those of HDF5 files and Zarr stores are defined here, since the content tells the formats in them apart.
+"""
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 from collections.abc import Iterator
@@ -9,20 +13,85 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 
+import h5py
+
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.readers.anndata import AnnDataStore, MuDataStore
 from dasksc.readers.catalog import CatalogReader
-from dasksc.readers.hdf5 import Hdf5Reader
+from dasksc.readers.cell_ranger import CellRangerStore
 from dasksc.readers.interface import Reader, Store
-from dasksc.readers.locations import naming_errors
-from dasksc.readers.options import ACCEPTED, OpenOptions, refuse_feature_choice
+from dasksc.readers.options import ACCEPTED, OpenOptions, naming_errors, refuse_feature_choice
 from dasksc.readers.parquet import ParquetReader
 from dasksc.readers.soma import SomaReader
-from dasksc.readers.zarr import ZarrReader
-from dasksc.storage import RemoteLocation
+from dasksc.storage import HDF5_ENDINGS, RemoteLocation
+from dasksc.storage.hdf5.reader import check_links
+from dasksc.storage.opening import hdf5_file
+from dasksc.storage.remote.urls import ZARR_MARKERS
+from dasksc.storage.zarr.reader import ZarrFile, is_zip
 
 logger = logging.getLogger("dasksc.readers")
 
 ENTRY_POINTS = "dasksc.readers"
+
+
+class Hdf5Reader(Reader):
+    """Reader of ``.h5ad``, ``.h5mu`` and 10x ``.h5`` files; their content tells them apart."""
+
+    suffixes = HDF5_ENDINGS
+    listed_suffixes = (".h5ad",)
+
+    def matches(self, path: str | RemoteLocation) -> bool:
+        """Return True for an HDF5 file, and for any object at a URL."""
+        if isinstance(path, RemoteLocation):
+            return path.key.endswith(self.suffixes) or path.exists()
+        return bool(h5py.is_hdf5(path))
+
+    def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
+        """Open a file; its links are checked here, once for all elements."""
+        file = hdf5_file(path, cache=options.cache_of(path))
+        try:
+            root = file.root()
+            if isinstance(path, str):  # remote files are checked when they are opened
+                check_links(root, path, folder=os.path.dirname(path))
+            for kind in (MuDataStore, CellRangerStore):
+                if kind.holds(root):
+                    return kind(path, file, root, options)
+            return AnnDataStore(path, file, root, options)
+        except BaseException:
+            file.close()
+            raise
+
+
+class ZarrReader(Reader):
+    """Reader of AnnData and MuData in Zarr stores."""
+
+    listed_suffixes = (".zarr", ".zarr.zip")
+
+    def matches(self, path: str | RemoteLocation) -> bool:
+        """Return True for a group of Zarr; at a URL, this takes up to three requests."""
+        if isinstance(path, RemoteLocation):
+            return path.is_zarr()
+        return is_zip(path) or any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS)
+
+    def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
+        file = ZarrFile(path)
+        root = file.root()
+        return (MuDataStore if MuDataStore.holds(root) else AnnDataStore)(path, file, root, options)
+
+    def parts(self, path: str | RemoteLocation) -> list[str]:
+        """Return the groups ``dataset_*`` of a store, as annbatch writes them."""
+        if isinstance(path, RemoteLocation):
+            with naming_errors(path):
+                root = ZarrFile(path).root()
+                names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
+                return [path.below(name).url for name in sorted(names, key=_by_number)]
+        inside = glob.glob(os.path.join(glob.escape(path), "dataset_*"))
+        return [] if os.path.exists(os.path.join(path, "obs")) else sorted(inside, key=_by_number)
+
+
+def _by_number(path: str) -> tuple[int, str]:
+    digits = path.rpartition("_")[2]
+    return int(digits) if digits.isdigit() else 0, path
 
 
 @cache

@@ -18,15 +18,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
-from dasksc.kernels import triples
+from dasksc.kernels import csr as kernels
+from dasksc.readers.arrays import Block, RowsMatrix
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.rows import Block, RowsMatrix
 from dasksc.storage import HDF5_ENDINGS, FetchCost, Layout, RemoteLocation, buffers, caused_by_data, is_url
-from dasksc.storage.arrays import logical_dtype
+from dasksc.storage.arrays import logical_dtype, merge
 from dasksc.storage.fetched_rows import indptr_of
-from dasksc.storage.runs import merge
 
 # Files and folders that TileDB keeps in each group and in each array.
 _MARKERS = ("__tiledb_group.tdb", "__schema")
@@ -247,7 +246,7 @@ class SparseSoma(SomaMatrix):
         for table in self._tables(ids) if len(ids) else ():
             of_rows, columns, values = (table[name].to_numpy() for name in ("soma_dim_0", "soma_dim_1", "soma_data"))
             at = np.empty(len(of_rows), dtype=np.int32)
-            stray = triples.count_triples(ids, of_rows, at, counts)
+            stray = kernels.count_triples(ids, of_rows, at, counts)
             if stray >= 0:
                 raise CorruptDataError(f"{self.label}: TileDB returned row {stray}, which was not requested")
             parts.append((at, columns, values))
@@ -256,7 +255,7 @@ class SparseSoma(SomaMatrix):
         indices = buffers.empty(int(indptr[-1]), np.int32)
         data = buffers.empty(int(indptr[-1]), self.stored_dtype)
         for part in parts:
-            stray = triples.fill_triples(*part, self._to, places, indices, data)
+            stray = kernels.fill_triples(*part, self._to, places, indices, data)
             if stray >= 0:
                 raise CorruptDataError(
                     f"{self.label} has values of soma_joinid {stray} of var, which var lacks. Write the experiment "

@@ -24,17 +24,14 @@ from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 from dasksc.errors import DaskscError
-from dasksc.kernels import strings as kernels
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix, UseMmap
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, can_map
-from dasksc.storage.hdf5.layout import direct_array
-from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.hdf5.strings import packed_at, split_strings
+from dasksc.storage.files import FileIdentity, LocalFile, can_map
+from dasksc.storage.hdf5.direct import direct_array, packed_strings, split_strings
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.uncompressed import PlainArray
@@ -120,7 +117,8 @@ class _File:
         if "obs" not in names or "var" not in names or "mod" in names or any(name.startswith("raw.") for name in names):
             raise _OtherEncodingError
         table = h5g.open(self.id, b"obs")
-        columns = _strings(_attribute(table, b"column-order"))
+        order = _attribute(table, b"column-order")
+        columns = [name.decode() if isinstance(name, bytes) else str(name) for name in order]
         obs = self._obs(table, columns if wanted is None else [name for name in wanted if name in columns])
         found = ["X"] if "X" in names else []
         for group in _GROUPS:
@@ -140,8 +138,6 @@ class _File:
             matrices={name: Lazy(matrix=self._matrix(name)) for name in found},
             raw_var=raw_var,
         )
-
-    # --- Tables -------------------------------------------------------------------------------------------
 
     def _obs(self, table: h5g.GroupID, columns: Sequence[str]) -> pd.DataFrame:
         index_key = _text(table, b"_index")
@@ -163,11 +159,11 @@ class _File:
         if index_key not in _members(table):
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
-        sizes, packed = self._packed(names)
-        key = (_digest(sizes, packed), index_key, dtype)
+        packed, sizes = self._packed(names)
+        key = (_digest(packed, sizes), index_key, dtype)
         known = _genes.get(key)
         if known is None:
-            index = pd.Index(_texts(sizes, packed), dtype=dtype, name=None if index_key == "_index" else index_key)
+            index = pd.Index(_texts(packed, sizes), dtype=dtype, name=None if index_key == "_index" else index_key)
             known = _genes[key] = pd.DataFrame(index=index, columns=[])
         return known
 
@@ -202,31 +198,25 @@ class _File:
     def _categories(self, values: h5d.DatasetID, *, is_ordered: bool) -> pd.CategoricalDtype:
         if values.dtype.kind != "O":
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
-        sizes, packed = self._packed(values)
-        digest = _digest(sizes, packed)
+        packed, sizes = self._packed(values)
+        digest = _digest(packed, sizes)
         known = _categories.get(digest)
         if known is None:
-            known = _categories[digest] = pd.CategoricalDtype(_texts(sizes, packed)).categories
+            known = _categories[digest] = pd.CategoricalDtype(_texts(packed, sizes)).categories
         return pd.CategoricalDtype(known, ordered=is_ordered)
 
-    def _packed(self, strings: h5d.DatasetID) -> tuple[NDArray[np.int64], bytes]:
-        """Return the sizes of strings in bytes, and their concatenated bytes."""
+    def _packed(self, strings: h5d.DatasetID) -> tuple[bytes, NDArray[np.int64]]:
+        """Return strings, concatenated, and their sizes in bytes."""
         kind = h5py.check_string_dtype(strings.dtype)
         if kind is None or kind.length is not None:
             raise _OtherEncodingError
         n, offset = _length(strings), strings.get_offset()
         if self.bytes is not None and offset is not None and strings.get_storage_size() == 16 * n:
-            references = self.bytes[offset : offset + 16 * n]
-            starts, sizes = np.empty((2, n), dtype=np.int64)
-            if (
-                len(references) == 16 * n
-                and kernels.locate_strings(references.reshape(n, 16), self.bytes, starts, sizes) < 0
-            ):
-                return sizes, packed_at(self.bytes, starts, sizes)
+            found = packed_strings(self.bytes, offset, n)
+            if found is not None:
+                return found
         raw = _read(strings)
-        return np.fromiter(map(len, raw), dtype=np.int64, count=n), b"".join(raw)
-
-    # --- Matrices -----------------------------------------------------------------------------------------
+        return b"".join(raw), np.fromiter(map(len, raw), dtype=np.int64, count=n)
 
     def _matrix(self, key: str) -> Matrix:
         label = f"{self.file.path}:/{key}"
@@ -312,10 +302,6 @@ def _text(item: Any, name: bytes) -> str:
     return str(value.item().decode())
 
 
-def _strings(values: Any) -> list[str]:
-    return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
-
-
 def _length(dataset: h5d.DatasetID) -> int:
     shape = dataset.shape
     if len(shape) != 1 or shape[0] > _MOST_ROWS:
@@ -330,9 +316,9 @@ def _read(dataset: h5d.DatasetID) -> NDArray[Any]:
     return values
 
 
-def _digest(sizes: NDArray[np.int64], packed: bytes) -> bytes:
+def _digest(packed: bytes, sizes: NDArray[np.int64]) -> bytes:
     return hashlib.blake2b(sizes.tobytes() + packed, digest_size=16).digest()
 
 
-def _texts(sizes: NDArray[np.int64], packed: bytes) -> NDArray[Any]:
+def _texts(packed: bytes, sizes: NDArray[np.int64]) -> NDArray[Any]:
     return np.array(split_strings(packed, sizes), dtype=object)

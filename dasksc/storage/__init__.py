@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dasksc.storage.arrays import caused_by_data
-from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
+from dasksc.storage.combined import AbsentMatrix, ConcatenatedMatrix, ReorderedMatrix, SummedMatrix, join, part_costs
 from dasksc.storage.dtypes import BFLOAT16
 from dasksc.storage.files import UseMmap, mapping, mapping_of
-from dasksc.storage.joining import join
-from dasksc.storage.matrix import ColumnMaps, Columns, Empty, FetchCost, Layout, Matrix, RowBuffer
+from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 from dasksc.storage.opening import as_matrix, open_matrix
-from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import SCHEMES, redact_url
+from dasksc.storage.remote.remote_file import Cache
 from dasksc.storage.remote.urls import HDF5_ENDINGS, RemoteLocation, is_url
-from dasksc.storage.reordered import ReorderedMatrix, part_costs
-from dasksc.storage.summed import SummedMatrix
 
 __all__ = [
     "BFLOAT16",
@@ -23,7 +20,6 @@ __all__ = [
     "Cache",
     "ColumnMaps",
     "Columns",
-    "Empty",
     "FetchCost",
     "RowBuffer",
     "Layout",

@@ -7,33 +7,35 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc._compat import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc, inflate, zstd
 from dasksc.kernels import csr as kernels
+from dasksc.kernels import decoding
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
-from dasksc.storage.codecs import (
-    Blosc,
-    Chain,
-    Deflate,
-    Zstd,
-    blosc_getitem,
-    deflate_functions,
-    scratch,
-    zstd_functions,
+from dasksc.storage.arrays import (
+    BrokenRunError,
+    RowPointers,
+    caused_by_data,
+    cut,
+    memory_dtype,
+    merge,
+    places_in,
+    reading,
+    thread_times,
 )
+from dasksc.storage.codecs import Blosc, Chain, Deflate, Zstd, scratch
 from dasksc.storage.files import LocalFile, UseMmap, should_map
-from dasksc.storage.read_timing import reading, thread_times
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import RowPointers
-from dasksc.storage.runs import cut, locate, merge
 
 _LARGE_CHUNK_BYTES = 2**20
+
+# Row of the chunk grid, start and stop of each piece, as `cut` returns them.
+_Pieces: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,47 +165,31 @@ class ChunkedArray:
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.require_unchanged()
-        length = self._chunk_shape[0]
-        stride = row_bytes(self)
         run_starts, run_stops = merge(starts, stops)
         n_columns = self.shape[1] if len(self.shape) == 2 else 1
-        width = self._chunk_shape[1] if len(self.shape) == 2 else 1
         block = buffers.empty((int((run_stops - run_starts).sum()), n_columns), memory_dtype(self.dtype))
         if block.size:
-            pieces = cut(run_starts, run_stops, chunk=length)
-            if not self._fill_mapped(block, *pieces, width=width):
-                self._fill_block(block, *pieces, width=width)
-        return RowPointers.inside(
-            (block,),
-            dtype=block.dtype,
-            which=0,
-            offsets=locate(starts, stops, run_starts, run_stops) * stride,
-            sizes=(stops - starts) * stride,
-            held_bytes=block.nbytes,
-        )
+            pieces = cut(run_starts, run_stops, chunk=self._chunk_shape[0])
+            if not self._fill_mapped(block, pieces):
+                self._fill_block(block, pieces)
+        at = places_in(starts, stops, run_starts, run_stops)
+        return RowPointers.in_block(block, at, at + stops - starts)
 
-    def _fill_mapped(
-        self,
-        block: NDArray[Any],
-        rows: NDArray[np.int64],
-        piece_starts: NDArray[np.int64],
-        piece_stops: NDArray[np.int64],
-        *,
-        width: int,
-    ) -> bool:
+    def _fill_mapped(self, block: NDArray[Any], pieces: _Pieces) -> bool:
         """Fill `block` with one kernel call per group; return False if `_fill_block` must fill it or report errors."""
         functions: Any
         match self._chain.codecs:
             case (Blosc(),):
-                decode, functions = blosc.getitems, blosc_getitem()
+                decode, functions = decoding.decode_blosc, blosc_getitem_address()
             case (Zstd(),):
-                decode, functions = zstd.decode_pieces, zstd_functions()
+                decode, functions = decoding.decode_pieces, zstd_addresses()
             case (Deflate() as codec,):
-                decode, functions = inflate.decode_pieces, deflate_functions(codec.wbits)
+                decode, functions = decoding.decode_pieces, deflate_addresses(codec.wbits)
             case _:
                 return False
-        if functions is None or not self._in_place(block, width):
+        if functions is None or not self._in_place(block):
             return False
+        rows, piece_starts, piece_stops = pieces
         numbers, chunk_of = np.unique(rows, return_inverse=True)
         stride = block.strides[0]
         starts = (piece_starts - rows * self._chunk_shape[0]) * stride
@@ -226,8 +212,8 @@ class ChunkedArray:
                 written = group.at[chunks] != 0
                 for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
                     block[begin // stride : (begin + size) // stride] = self._fill
-                pieces = chunks, starts[here], (starts + sizes)[here], to[here]
-                given = (piece[written] for piece in pieces)
+                of_group = chunks, starts[here], (starts + sizes)[here], to[here]
+                given = (piece[written] for piece in of_group)
                 begun = perf_counter()
                 bad = decode(functions, group.at, group.sizes, chunk_bytes, *given, scratch(chunk_bytes), out)
                 spent.decode_s += perf_counter() - begun
@@ -241,36 +227,34 @@ class ChunkedArray:
             return False
         return True
 
-    def _in_place(self, block: NDArray[Any], width: int) -> bool:
-        """Return True if rows of a chunk have the width and data type of rows of `block`."""
-        return block.shape[1] == width and bool(block.dtype == self._chain.dtype)
+    @property
+    def _width(self) -> int:
+        return self._chunk_shape[1] if len(self.shape) == 2 else 1
 
-    def _fill_block(
-        self,
-        block: NDArray[Any],
-        rows: NDArray[np.int64],
-        piece_starts: NDArray[np.int64],
-        piece_stops: NDArray[np.int64],
-        *,
-        width: int,
-    ) -> None:
+    def _in_place(self, block: NDArray[Any]) -> bool:
+        """Return True if rows of a chunk have the width and data type of rows of `block`."""
+        return block.shape[1] == self._width and bool(block.dtype == self._chain.dtype)
+
+    def _fill_block(self, block: NDArray[Any], pieces: _Pieces) -> None:
         """Fill `block` with consecutive pieces, each from one row of the chunk grid."""
+        rows, piece_starts, piece_stops = pieces
+        width = self._width
         lengths = piece_stops - piece_starts
         to = np.cumsum(lengths) - lengths
         lows = piece_starts - rows * self._chunk_shape[0]
-        pieces = np.stack((lows, lows + lengths, to, to + lengths), axis=1).tolist()
+        places = np.stack((lows, lows + lengths, to, to + lengths), axis=1).tolist()
         grid_rows, firsts = np.unique(rows, return_index=True)
         groups = np.append(firsts, len(rows)).tolist()
         n_across = -(-block.shape[1] // width)
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
         # A chunk that is requested whole is decoded directly into the block.
-        in_place = self._in_place(block, width)
+        in_place = self._in_place(block)
         stored = self._source.read(numbers)
         spent = thread_times()
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
-            wanted = pieces[groups[row] : groups[row + 1]]
+            wanted = places[groups[row] : groups[row + 1]]
             low, high, begin, end = wanted[0]
             place = block[begin:end] if in_place and high - low == shape[0] else None
             low, high = wanted[0][0], wanted[-1][1]

@@ -8,7 +8,6 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Protocol
 
 import deflate
@@ -17,8 +16,7 @@ import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc._compat import blosc_getitem_address, deflate_addresses, zstd_addresses
-from dasksc.kernels.lzf import decode_lzf
+from dasksc.kernels.decoding import decode_lzf
 from dasksc.storage.arrays import UnknownLayoutError
 
 if sys.version_info >= (3, 14):
@@ -57,9 +55,6 @@ class Deflate:
         if len(inflated) == n_bytes:
             return inflated
         return _all_members(data, n_bytes + _SLACK_BYTES, lambda: zlib.decompressobj(wbits=self.wbits))
-
-
-deflate_functions = cache(deflate_addresses)
 
 
 def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> bytes:
@@ -105,12 +100,9 @@ class Zstd:
 _ZSTD = numcodecs.Zstd()
 
 
-zstd_functions = cache(zstd_addresses)
-
-
 @dataclass(frozen=True, slots=True)
 class Blosc:
-    """Blosc chunks. `dasksc.kernels.blosc` decodes parts of them if `blosc_getitem` is available."""
+    """Blosc chunks. `dasksc.kernels.decoding` decodes parts of them if C-Blosc exports its function."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         view = memoryview(data).cast("B")
@@ -126,9 +118,6 @@ class Blosc:
 
 
 _BLOSC = numcodecs.Blosc()
-
-
-blosc_getitem = cache(blosc_getitem_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

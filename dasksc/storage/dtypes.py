@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.kernels import csr as kernels
+from dasksc.kernels.intrinsics import rounded
 from dasksc.storage.arrays import memory_dtype
 
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
@@ -28,7 +29,7 @@ def cast(values: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         out[...] = values
         return out
     bits, at = out.view(np.uint16), np.array([values.ctypes.data], dtype=np.uint64)
-    kernels.copy_rows(np.zeros(1, dtype=np.int64), at, bits.reshape(1, -1), kernels.rounded(values, "bfloat16"))
+    kernels.copy_rows(np.zeros(1, dtype=np.int64), at, bits.reshape(1, -1), rounded(values, "bfloat16"))
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -79,11 +80,7 @@ def can_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 def written(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], np.uint16 | None]:
     """Return `out` and `like` as the kernels take them and, if they round, the bits that `out` must not hold."""
     infinity = _INFINITY.get(out.dtype)
-    return (
-        (out, like, None)
-        if infinity is None
-        else (out.view(np.uint16), kernels.rounded(like, text_of(out.dtype)), infinity)
-    )
+    return (out, like, None) if infinity is None else (out.view(np.uint16), rounded(like, text_of(out.dtype)), infinity)
 
 
 def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:

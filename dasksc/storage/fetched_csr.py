@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
+from dasksc.storage.arrays import RowPointers
 from dasksc.storage.dtypes import can_round, converts, counts_dtype, kernel_target, narrowest, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
-from dasksc.storage.row_pointers import RowPointers
+
+CSRBlock: TypeAlias = tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]
+"""CSR rows as ``(indptr, indices, data)``."""
 
 
 class CSRRowBuffer(RowBufferBase):
@@ -39,7 +42,7 @@ class CSRRowBuffer(RowBufferBase):
         self.data = data
         self.indices = indices
         self._n_columns = n_vars if self.column_maps is None else self.column_maps.n_columns
-        self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
+        self._block: CSRBlock | None = None
         # Set by the first batch that has a row with unsorted columns, so that later batches skip the fast path.
         self._unordered = False
 
@@ -115,16 +118,16 @@ class CSRRowBuffer(RowBufferBase):
         data = empty(n_values, dtype)
         held = self._source_dtype(self.data, self.lengths, positions, dtype)
         target = data if can_round(held, dtype) else kernel_target(data, held)
-        if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
+        if not self._copy(positions, (indptr, indices, target), columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
-            self._merge(positions, indptr, indices, sums, columns)
+            self._merge(positions, (indptr, indices, sums), columns)
             n_values = int(indptr[-1])
             self._check_sums(sums[:n_values], dtype)
             if sums is data:
                 return indptr, indices[:n_values], data[:n_values]
             indices, data, target = indices[:n_values], data[:n_values], sums[:n_values]
         if target is not data:
-            self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
+            self._cast(target, data, positions, indptr)
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
@@ -165,9 +168,9 @@ class CSRRowBuffer(RowBufferBase):
             indptr = indptr_of(self.lengths)
             columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
             target = kernel_target(values, self._source_dtype(self.data, self.lengths, positions, data))
-            self._copy(positions, indptr, columns, target, any_order=True)
+            self._copy(positions, (indptr, columns, target), None, any_order=True)
             if target is not values:
-                self._cast(target, values, lambda element: int(np.searchsorted(indptr, element, side="right")) - 1)
+                self._cast(target, values, positions, indptr)
         return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
@@ -177,7 +180,7 @@ class CSRRowBuffer(RowBufferBase):
         rows: NDArray[np.int64],
         n_vars: int,
         dtype: np.dtype[Any],
-        block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
+        block: CSRBlock,
     ) -> CSRRowBuffer:
         """Wrap all rows of a CSR `block` ``(indptr, indices, data)`` whose column indices have been checked."""
         indptr, indices, data = block
@@ -187,14 +190,14 @@ class CSRRowBuffer(RowBufferBase):
             n_vars=n_vars,
             dtype=dtype,
             lengths=np.diff(indptr),
-            data=_within(data, indptr),
-            indices=_within(indices, indptr),
+            data=RowPointers.in_block(data, indptr[:-1], indptr[1:]),
+            indices=RowPointers.in_block(indices, indptr[:-1], indptr[1:]),
         )
         fetched._block = block
         return fetched
 
     @property
-    def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+    def block(self) -> CSRBlock:
         """Rows as ``(indptr, indices, data)``; copies unless the rows are already in a contiguous block."""
         compact = self.compact()._block
         assert compact is not None
@@ -221,17 +224,9 @@ class CSRRowBuffer(RowBufferBase):
             return self._maps, self.column_maps.lookups(columns)
         return None if columns is None else (self._maps, columns.lookups)
 
-    def _copy(
-        self,
-        positions: NDArray[np.int64],
-        indptr: NDArray[np.int64],
-        indices: NDArray[Any],
-        data: NDArray[Any],
-        columns: Columns | None = None,
-        *,
-        any_order: bool,
-    ) -> bool:
+    def _copy(self, positions: NDArray[np.int64], block: CSRBlock, columns: Columns | None, *, any_order: bool) -> bool:
         """Copy rows as stored; return False if columns must be ascending but are not, or values must be checked."""
+        indptr, indices, data = block
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
@@ -243,20 +238,13 @@ class CSRRowBuffer(RowBufferBase):
             bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
         return self._is_ordered(bad) and not (infinity is not None and kernels.has_infinity(out, infinity))
 
-    def _merge(
-        self,
-        positions: NDArray[np.int64],
-        indptr: NDArray[np.int64],
-        indices: NDArray[Any],
-        data: NDArray[Any],
-        columns: Columns | None,
-    ) -> None:
-        """Copy rows, sorting their columns and summing repeated ones; write the offsets of the rows into `indptr`."""
+    def _merge(self, positions: NDArray[np.int64], block: CSRBlock, columns: Columns | None) -> None:
+        """Copy rows, sorting their columns and summing repeated ones; also write their offsets, the first array."""
         mapped = self._mapped(columns)
         tables = (self._maps, self._identity) if mapped is None else (mapped[0], mapped[1].to)
         sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
         likes = self.data.like, self.indices.like
-        bad = kernels.merge_columns_csr(positions, *self._where, *tables, indptr, indices, data, sums, *likes)
+        bad = kernels.merge_columns_csr(positions, *self._where, *tables, *block, sums, *likes)
         self._refuse(bad)
 
     @cached_property
@@ -278,14 +266,3 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
-
-
-def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:
-    return RowPointers.inside(
-        (array,),
-        dtype=array.dtype,
-        which=0,
-        offsets=indptr[:-1] * array.itemsize,
-        sizes=np.diff(indptr) * array.itemsize,
-        held_bytes=array.nbytes,
-    )

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, may_round, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
-from dasksc.storage.row_pointers import RowPointers
 
 
 class DenseRowBuffer(RowBufferBase):
@@ -57,7 +56,7 @@ class DenseRowBuffer(RowBufferBase):
         if out.dtype == BFLOAT16:
             values = buffers.empty(out.shape, np.float32)
             self.gather(positions, out=values, columns=columns)
-            self._cast(values, out, lambda element: int(positions[element // out.shape[1]]))
+            self._cast(values, out, positions)
             return
         sources = self._sources(columns)
         held = self.values.dtype
@@ -72,7 +71,7 @@ class DenseRowBuffer(RowBufferBase):
             missing = self._fill_value(target.dtype, sources)
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
-            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
+            self._cast(target, out, positions)
         if columns is not None and columns.sums is not None:
             self._add_up(positions, out, columns.sums)
 
@@ -85,7 +84,7 @@ class DenseRowBuffer(RowBufferBase):
         kernels.add_up(values, sums.starts, added)
         self._check_sums(added, out.dtype)
         converted = np.empty(added.shape, dtype=out.dtype)
-        self._cast(added, converted, lambda element: int(positions[element // len(sums.targets)]))
+        self._cast(added, converted, positions)
         out[:, sums.targets] = converted
 
     @property
@@ -130,7 +129,7 @@ class DenseRowBuffer(RowBufferBase):
         target = kernel_target(data, held)
         kernels.squeeze(dense, indptr, indices, target)
         if target is not data:
-            self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
+            self._cast(target, data, positions, indptr)
         return indptr, indices, data
 
     def compact(self) -> DenseRowBuffer:
@@ -153,15 +152,8 @@ class DenseRowBuffer(RowBufferBase):
     @classmethod
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseRowBuffer:
         """Wrap all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
-        size = block.shape[1] * block.itemsize
-        values = RowPointers.inside(
-            (block,),
-            dtype=block.dtype,
-            which=0,
-            offsets=np.arange(len(rows), dtype=np.int64) * size,
-            sizes=np.full(len(rows), size),
-            held_bytes=block.nbytes,
-        )
+        at = np.arange(len(rows), dtype=np.int64)
+        values = RowPointers.in_block(block, at, at + 1)
         fetched = cls(label=label, rows=rows, n_vars=block.shape[1], dtype=dtype, values=values)
         fetched._block = block
         return fetched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, StorageError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
 from dasksc.storage.matrix import ColumnMaps, Columns
-from dasksc.storage.row_pointers import RowPointers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,15 +66,22 @@ class RowBufferBase:
             return np.zeros(self.shape[0], dtype=np.int32)
         return origins.maps.which[origins.numbers]
 
-    def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
+    def _cast(
+        self,
+        values: NDArray[Any],
+        out: NDArray[Any],
+        positions: NDArray[np.int64],
+        indptr: NDArray[np.int64] | None = None,
+    ) -> None:
         """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value."""
-        # `rows_of` returns the fetched row of an element, given its flat index in `values`.
+        # They are those of the fetched rows at `positions`: dense, or CSR with offsets `indptr`.
         with np.errstate(all="ignore"):
             made = cast(values, out)
         if holds_all(values, made):
             return
         element = int(np.argmin(representable(values, made)))
-        row = rows_of(element)
+        place = element // out.shape[1] if indptr is None else np.searchsorted(indptr, element, side="right") - 1
+        row = int(positions[place])
         raise InputError(
             f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which "
             f"dtype={text_of(out.dtype)!r} cannot hold: it would become {made.flat[element]}. "

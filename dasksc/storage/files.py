@@ -13,18 +13,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.kernels.pread import advise_ranges, read_ranges
+from dasksc.kernels.files import advise_ranges, read_ranges
 from dasksc.storage import buffers
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.io_threads import ThreadsOfProcess
-from dasksc.storage.runs import merge
+from dasksc.storage.arrays import merge
 
 UseMmap: TypeAlias = bool | Literal["auto"]
 """Use of memory maps: always (True), never (False), or as set by `mapping` in the reading thread (``"auto"``)."""
@@ -51,9 +52,6 @@ _SHORT_BYTES = _PAGE_BYTES
 _MOST_OPEN = 128
 # Maximum number of maps that files keep; Linux allows 65,530 per process by default.
 _MOST_MAPPED = 2**14
-# Number of concurrent direct reads. A disk reaches its full rate only with several concurrent requests, and the shorter
-# the requests, the more of them it needs.
-_direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
 # Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
 
@@ -67,6 +65,45 @@ _madvise = np.uint64(ctypes.cast(_libc.madvise, ctypes.c_void_p).value or 0)
 
 # Network file systems. A page fault on them waits for the network, and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """Identity of a file when it was opened: path, size in bytes, and modification time in nanoseconds."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> FileIdentity:
+        """Return the current identity of the file at `path`."""
+        return cls._from(path, os.stat(path))
+
+    @classmethod
+    def of_open(cls, path: str, descriptor: int) -> FileIdentity:
+        """Return the identity of an open file, even if another file is at `path` now."""
+        return cls._from(path, os.fstat(descriptor))
+
+    @classmethod
+    def _from(cls, path: str, status: os.stat_result) -> FileIdentity:
+        return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def require_unchanged(self) -> None:
+        """Check that the file has not been replaced, changed or removed."""
+        try:
+            now = FileIdentity.of(self.path)
+        except OSError as error:
+            raise CorruptDataError(f"{self.path} was removed since it was opened ({error})") from error
+        self.compare(now)
+
+    def compare(self, now: FileIdentity) -> None:
+        """Raise `CorruptDataError` if `now` differs from this identity."""
+        if now != self:
+            raise CorruptDataError(
+                f"{self.path} was replaced or changed since it was opened ({now.size} bytes now, {self.size} bytes "
+                "then). Open it again, and do not write to it while it is being read."
+            )
 
 
 class LocalFile:
@@ -198,7 +235,7 @@ class LocalFile:
 
         try:
             descriptor = self._descriptor(direct=True)
-            for _ in _direct_readers().map(fill, range(0, len(starts), n_together)):
+            for _ in _direct_readers(os.getpid()).map(fill, range(0, len(starts), n_together)):
                 pass
         except StorageError:
             raise
@@ -377,3 +414,11 @@ def can_map(path: str) -> bool:
         if inside and len(point) >= len(best):
             best, kind = point, mount_kind
     return not kind.startswith(_REMOTE_KINDS)
+
+
+@lru_cache(maxsize=1)
+def _direct_readers(process: int) -> ThreadPoolExecutor:
+    """Return the thread pool of a process, since a fork does not copy threads."""
+    # A disk reaches its full rate only with several concurrent requests, and the shorter the requests, the more of them
+    # it needs. If threads race, each creates a pool, which is harmless: a pool starts threads only when it gets work.
+    return ThreadPoolExecutor(32, thread_name_prefix="dasksc-direct-read")

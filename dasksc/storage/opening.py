@@ -15,19 +15,15 @@ import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.hdf5 import layout as hdf5_layout
+from dasksc.storage.files import FileIdentity, LocalFile, UseMmap
+from dasksc.storage.hdf5.direct import direct_array
 from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
-from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.remote.remote_file import Cache, RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr import local as local_zarr
-from dasksc.storage.zarr import remote as remote_zarr
-from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
-from dasksc.storage.zarr.zipped import is_zip
+from dasksc.storage.zarr.direct import local_array, remote_array
+from dasksc.storage.zarr.reader import ZarrArray, ZarrFile, is_zip
 
 logger = logging.getLogger("dasksc.storage")
 
@@ -126,12 +122,12 @@ def _array_at(file: H5File | ZarrFile, name: str, *, use_mmap: UseMmap, cache: C
     array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
     try:
         if isinstance(file, H5File):
-            return hdf5_layout.direct_array(file.file, file.root()[name], label=array.label, use_mmap=use_mmap)
+            return direct_array(file.file, file.root()[name], label=array.label, use_mmap=use_mmap)
         if isinstance(file.path, RemoteLocation):
-            return remote_zarr.direct_array(file.path.below(name), label=array.label, cache=cache)
+            return remote_array(file.path.below(name), label=array.label, cache=cache)
         if is_zip(file.path):
             raise UnknownLayoutError("it lies in a zip file")
-        return local_zarr.direct_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
+        return local_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
     except UnknownLayoutError as reason:
         library = "h5py" if isinstance(file, H5File) else "zarr-python"
         logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)

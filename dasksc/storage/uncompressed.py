@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, row_bytes
+from dasksc.storage.arrays import BrokenRunError, RowPointers, merge, reading, row_bytes
 from dasksc.storage.files import LocalFile, UseMmap, should_map
-from dasksc.storage.read_timing import reading
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.row_pointers import RowPointers
-from dasksc.storage.runs import merge
 
 
 class PlainArray:
@@ -40,7 +37,7 @@ class PlainArray:
         self.label = label
         self.shape = shape
         self.dtype = dtype
-        self._file = file
+        self.file = file
         self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
         self._row_bytes = row_bytes(self)
         self._use_mmap = use_mmap
@@ -60,11 +57,6 @@ class PlainArray:
         self._firsts, self._offsets = firsts, offsets
 
     @property
-    def file(self) -> LocalFile | RemoteFile:
-        """File of the array."""
-        return self._file
-
-    @property
     def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First row and byte offset of each extent."""
         return self._firsts, self._offsets
@@ -73,7 +65,7 @@ class PlainArray:
     def place(self) -> tuple[LocalFile, int] | None:
         """Local file and byte offset of an array that lies in one piece; None for any other."""
         is_whole = len(self._firsts) == 1 and self._offsets[0] >= 0
-        return (self._file, int(self._offsets[0])) if is_whole and isinstance(self._file, LocalFile) else None
+        return (self.file, int(self._offsets[0])) if is_whole and isinstance(self.file, LocalFile) else None
 
     @property
     def is_mapped(self) -> bool:
@@ -83,25 +75,23 @@ class PlainArray:
     @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
-        return 0 if should_map(self._use_mmap) else self._file.working_bytes
+        return 0 if self.is_mapped else self.file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
         n_ends = max(len(self._firsts) - 1, 0)
-        return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if self.is_mapped else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
-            self._file.require_unchanged()
-            return (
-                self._locate_mapped(starts, stops) if should_map(self._use_mmap) else self._locate_read(starts, stops)
-            )
+            self.file.require_unchanged()
+            return self._locate_mapped(starts, stops) if self.is_mapped else self._locate_read(starts, stops)
 
     def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        assert isinstance(self._file, LocalFile)
+        assert isinstance(self.file, LocalFile)
         firsts, offsets = self._firsts, self._offsets
-        source = self._file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
+        source = self.file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
         return self._inside(
             source, (firsts, np.append(firsts[1:], self.shape[0]), offsets), starts, stops, held_bytes=0
         )
@@ -114,8 +104,8 @@ class PlainArray:
         order = written[np.argsort(offsets[written], kind="stable")]
         found = None
         if self._use_mmap == "auto" and len(order):
-            assert isinstance(self._file, LocalFile)
-            found = self._file.read_direct(offsets[order], sizes[order])
+            assert isinstance(self.file, LocalFile)
+            found = self.file.read_direct(offsets[order], sizes[order])
         source, ats = found or self._read_buffered(begins[order], offsets[order], sizes[order], runs)
         offsets[order] = ats
         return self._inside(source, (begins, ends, offsets), starts, stops, held_bytes=source.nbytes)
@@ -128,11 +118,11 @@ class PlainArray:
         runs: tuple[NDArray[np.int64], NDArray[np.int64]],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Read pieces of runs in the order of their bytes; return the bytes and the position of each piece in them."""
-        self._file.advise(offsets, sizes)
+        self.file.advise(offsets, sizes)
         source = buffers.empty(int(sizes.sum()), np.uint8)
         ats = np.cumsum(sizes) - sizes
         views = [source.data[at : at + size] for at, size in zip(ats.tolist(), sizes.tolist(), strict=True)]
-        filling = self._file.read_into(offsets.tolist(), views)
+        filling = self.file.read_into(offsets.tolist(), views)
         for begin in begins.tolist():
             try:
                 next(filling)
@@ -164,9 +154,9 @@ class PlainArray:
         offsets[inside] = at[within] + (starts[inside] - firsts[within]) * self._row_bytes
         crossing = np.flatnonzero(filled & ~inside)
         copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
-        if should_map(self._use_mmap) and inside.any():
+        if self.is_mapped and inside.any():
             order = np.argsort(offsets[inside], kind="stable")
-            self._file.advise(offsets[inside][order], sizes[inside][order])
+            self.file.advise(offsets[inside][order], sizes[inside][order])
         if len(crossing):
             offsets[crossing] = np.cumsum(sizes[crossing]) - sizes[crossing]
             runs = starts[crossing], stops[crossing], which[crossing]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dasksc.atlas.elements import require_key
 from dasksc.checks import names_or_none, nearest, some
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.kernels import moments as kernels
+from dasksc.kernels import statistics as kernels
 from dasksc.loader.genes import GeneRequest
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Pass, PassRows, moments_of

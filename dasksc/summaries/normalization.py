@@ -14,7 +14,7 @@ from anndata import AnnData
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
-from dasksc.kernels import moments as kernels
+from dasksc.kernels import statistics as kernels
 from dasksc.pushdown import row_local
 from dasksc.pushdown.dask_arrays import add_reductions
 from dasksc.readers.options import Openable

@@ -18,7 +18,7 @@ from dasksc.atlas.filtering import rows_where
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import InputError
-from dasksc.kernels import moments as kernels
+from dasksc.kernels import statistics as kernels
 from dasksc.loader import scDataset
 from dasksc.plan.labels import check_categories
 from dasksc.plan.strategies import Streaming

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
-from dasksc.kernels import moments as kernels
+from dasksc.kernels import statistics as kernels
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Moments, Pass, PassRows, moments_of
 

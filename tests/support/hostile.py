@@ -23,7 +23,7 @@ from anndata import AnnData
 
 import dasksc
 from dasksc import memory as process_memory
-from dasksc.readers import sizes
+from dasksc.readers import tables
 from tests.support.data import write_store
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
@@ -214,4 +214,4 @@ def h5ad_of_many_arrays(folder: Path) -> Path:
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the memory of this process to `n_bytes`."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
-    monkeypatch.setattr(sizes, "memory_limit", lambda: limit)
+    monkeypatch.setattr(tables, "memory_limit", lambda: limit)

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from zarr.storage import LocalStore
 
-from dasksc.storage import arrays, chunked, sliced
+from dasksc.storage import arrays, chunked
 from dasksc.storage import uncompressed as plain
 
 
@@ -74,7 +74,7 @@ def recorded_reads() -> Iterator[Reads]:
         return await original_get(self, key, *args, **kwargs)
 
     changed = [(LocalStore, "get", get)]
-    stored = (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, sliced.SlicedArray)
+    stored = (arrays.MemoryArray, chunked.ChunkedArray, plain.PlainArray, arrays.SlicedArray)
     changed += [(cls, "locate", recording_reach(cls.locate)) for cls in stored]
     changed += [
         (h5py.Dataset, name, recording_h5py(getattr(h5py.Dataset, name))) for name in ("__getitem__", "read_direct")

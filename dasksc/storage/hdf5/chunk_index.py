@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.storage.chunked import ChunkTable
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5.remote import BlockReader
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 
 # Minimum size of the metadata of a chunk in an HDF5 file.
@@ -108,9 +108,6 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
         table.skipped[number] = chunk.filter_mask
 
     dataset.id.chunk_iter(note)
-
-
-# --- The tree -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +209,6 @@ class _Tree:
         return CorruptDataError(
             f"{self.label}: the index of its chunks is corrupt: {reason}. Copy or download the file again."
         )
-
-
-# --- Location of the tree -----------------------------------------------------------------------------
 
 
 def _half_of(file: LocalFile | RemoteFile) -> int | None:

@@ -13,9 +13,8 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage.remote.client import SCHEMES, redact_url
+from dasksc.storage.remote.client import SCHEMES, ObstoreClient, redact_url
 from dasksc.storage.remote.fsspec_client import FsspecClient, split_fsspec_url
-from dasksc.storage.remote.obstore_client import ObstoreClient
 
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")

@@ -1,25 +1,36 @@
-"""Zarr stores (directories and zip files, v2 and v3), read with zarr-python."""
+"""Zarr stores (directories and zip files, v2 and v3) through zarr-python: metadata, and arrays in any layout."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-from typing import Any
+import struct
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.abc.store import Store
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, Store
+from zarr.storage import LocalStore, WrapperStore, ZipStore
 
-from dasksc.errors import DaskscError, StorageError
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.errors import CorruptDataError, DaskscError, StorageError
+from dasksc.storage.arrays import ReadSlice, SlicedArray, caused_by_data
+from dasksc.storage.files import FileIdentity
+from dasksc.storage.remote.client import ObjectIdentity, pauses
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.remote import metadata_of
-from dasksc.storage.zarr.stores import store_at
+from dasksc.storage.zarr.chunks import METADATA
+from dasksc.storage.zarr.direct import metadata_of
+
+T = TypeVar("T")
 
 # Runs with smaller gaps are read as one, since each selection costs zarr-python about a millisecond.
 _GAP_BYTES = 2**20
+_METADATA = (*METADATA, ".zmetadata")
+_CODE = ("pickle", "numcodecs.pickle")
 
 
 class ZarrFile:
@@ -56,7 +67,7 @@ class ZarrFile:
             return metadata_of(self.path.below(name))[0].identity
         if os.path.isfile(self.path):
             return FileIdentity.of(self.path)
-        for metadata in ("zarr.json", ".zarray"):
+        for metadata in METADATA:
             path = os.path.join(self.path, name, metadata)
             if os.path.exists(path):
                 return FileIdentity.of(path)
@@ -92,3 +103,115 @@ class ZarrArray(SlicedArray):
             into[...] = array[start:stop]
 
         return read
+
+
+def store_at(place: str | RemoteLocation) -> Store:
+    """Return the store at a local path or a location."""
+    if isinstance(place, RemoteLocation):
+        store, prefix = place.client.zarr_store(place.key)
+        return _CheckedStore(store, place, prefix)
+    if is_zip(place):
+        members_of(place)  # an error names the archive
+        return _CheckedStore(ZippedStore(place), place)
+    return _CheckedStore(LocalStore(place, read_only=True), place)
+
+
+class _CheckedStore(WrapperStore[Store]):
+    """Store whose metadata must not run code, and whose errors name the place and contain no credentials."""
+
+    def __init__(self, store: Store, place: str | RemoteLocation, prefix: str = "") -> None:
+        super().__init__(store)
+        self._place = place
+        self._prefix = prefix  # what precedes the keys in `store`
+        self._turns = asyncio.Semaphore(place.client.zarr_requests if isinstance(place, RemoteLocation) else 1)
+
+    def with_read_only(self, read_only: bool = False) -> _CheckedStore:
+        return self
+
+    def __str__(self) -> str:
+        return str(self._place)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        data = await self._answer(key, lambda: self._store.get(self._prefix + key, prototype, byte_range))
+        if data is not None and key.endswith(_METADATA):
+            _refuse_pickles(f"{self._place}/{key}", data.to_bytes())
+        return data
+
+    async def exists(self, key: str) -> bool:
+        return await self._answer(key, lambda: self._store.exists(self._prefix + key))
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        async def names() -> list[str]:
+            return [name async for name in self._store.list_dir(self._prefix + prefix)]
+
+        for name in await self._answer(prefix, names, is_listing=True):
+            yield name
+
+    async def getsize_prefix(self, prefix: str) -> int:
+        return await self._answer(prefix, lambda: self._store.getsize_prefix(self._prefix + prefix), is_listing=True)
+
+    async def _answer(self, key: str, request: Callable[[], Awaitable[T]], *, is_listing: bool = False) -> T:
+        """Return the result of a request; remote requests are repeated after errors, as by `retry`."""
+        if not isinstance(self._place, RemoteLocation):
+            return await request()
+        place, waits = self._place.below(key), pauses()
+        if is_listing:
+            place.require_listing()
+        while True:
+            async with self._turns:
+                try:
+                    return await request()
+                except Exception as error:
+                    if isinstance(error, DaskscError) or not caused_by_data(error):
+                        raise
+                    pause = next(waits, None)
+                    if pause is None or place.client.is_final(error):
+                        raise place.client.translated(error, place.key) from None
+                    # The connection of the store may be broken.
+                    self._store, self._prefix = place.client.zarr_store(self._place.key)
+            await asyncio.sleep(pause)
+
+
+def _refuse_pickles(path: str, content: bytes) -> None:
+    """Raise `StorageError` for metadata with a codec that runs code stored with the data."""
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return  # zarr-python reports the error
+    if _names_code(document):
+        raise StorageError(
+            f"{path} uses the codec 'pickle', which runs code stored with the data. It is not read: write the array as "
+            "strings or numbers."
+        )
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("id") in _CODE or value.get("name") in _CODE or any(map(_names_code, value.values()))
+    return isinstance(value, list) and any(map(_names_code, value))
+
+
+def is_zip(path: str) -> bool:
+    """Return True if a local path is that of a file with the ending ``.zip``."""
+    return path.endswith(".zip") and os.path.isfile(path)
+
+
+def members_of(path: str) -> list[zipfile.ZipInfo]:
+    """Return the members of a zip file; raise `CorruptDataError` if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.infolist()
+    # zipfile raises several types of errors if the directory is damaged.
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
+        raise CorruptDataError(
+            f"{path} ({os.path.getsize(path)} bytes) is not a zip file, or is truncated: {error}. Copy or download it "
+            "again."
+        ) from error
+
+
+class ZippedStore(ZipStore):
+    """Store of zarr-python whose sizes come from the directory of the archive."""
+
+    async def getsize_prefix(self, prefix: str) -> int:
+        inside = f"{prefix.strip('/')}/"
+        return sum(one.compress_size for one in members_of(str(self.path)) if one.filename.startswith(inside))

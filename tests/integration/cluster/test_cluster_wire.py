@@ -18,7 +18,7 @@ import dasksc
 from dasksc.executor.cluster import describe_mismatch, pickle_with_files
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
 from dasksc.storage import as_matrix, open_matrix
-from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import FileIdentity
 from tests.support.data import make_adata, make_values, write_store
 
 pytestmark = pytest.mark.core

@@ -15,7 +15,7 @@ import pytest
 import dasksc
 from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.schedulers import resolve_scheduler
-from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import FileIdentity
 from tests.support.data import make_adata, write_store
 
 pytestmark = pytest.mark.programs

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import dasksc
-from dasksc.kernels import sets as kernels
+from dasksc.kernels import groups as kernels
 
 pytestmark = pytest.mark.core
 

@@ -17,8 +17,7 @@ import dasksc
 from dasksc import memory as process_memory
 from dasksc.errors import CorruptDataError
 from dasksc.storage import buffers, files
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import FileIdentity, LocalFile
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core

@@ -14,9 +14,9 @@ import pytest
 
 import dasksc
 from dasksc.storage import Cache
-from dasksc.storage.remote import cache as module
-from dasksc.storage.remote.cache import BLOCK_BYTES
+from dasksc.storage.remote import remote_file as module
 from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.remote_file import BLOCK_BYTES
 from tests.support.data import batches, dense, make_adata, write_store
 from tests.support.servers import HTTPServer, serving, touch_later
 

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import zstd as zstd_kernels
-from dasksc.kernels.lzf import decode_lzf
-from dasksc.storage import Matrix, chunked, open_matrix
+from dasksc.kernels import decoding
+from dasksc.kernels.decoding import decode_lzf
+from dasksc.storage import Matrix, open_matrix
 from dasksc.storage.codecs import Chain, Codec, Crc32c, Deflate, H5Lzf, Zstd, codec_of_config, zstd
 from tests.support.data import lzf, rows_of
 
@@ -183,7 +183,7 @@ def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None
         store["X"].create_array(name, data=getattr(X, name), chunks=(75_000,), shards=(300_000,), overwrite=True)
     matrix = open_matrix(tmp_path / "x.zarr", "X")
     rows = np.array([3, 700, 701, 1500, 2999])
-    with mock.patch.object(chunked.zstd, "decode_pieces", wraps=zstd_kernels.decode_pieces) as called:
+    with mock.patch.object(decoding, "decode_pieces", wraps=decoding.decode_pieces) as called:
         fetched = matrix.fetch(rows)
     # One call for each of indptr, data and indices; pieces of the same chunk follow each other.
     assert [call.args[4].tolist() for call in called.call_args_list] == [[0], [0, 0, 1, 2], [0, 0, 1, 2]]

@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import RowBuffer, files, open_matrix
+from dasksc.storage import RowBuffer, files, open_matrix, opening
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.files import can_map
-from dasksc.storage.hdf5 import layout as hdf5_layout
-from dasksc.storage.zarr import local as local_zarr
 from tests.support.data import zip_of
 from tests.support.recorders import recorded_reads
 
@@ -47,7 +45,7 @@ def slow_readers() -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnknownLayoutError("it is asked for")
 
-    with mock.patch.object(hdf5_layout, "direct_array", refuse), mock.patch.object(local_zarr, "direct_array", refuse):
+    with mock.patch.object(opening, "direct_array", refuse), mock.patch.object(opening, "local_array", refuse):
         yield
 
 
@@ -354,7 +352,7 @@ def test_scattered_rows_that_libraries_read_hold_no_rows_in_between(
     else:
         with h5py.File(tmp_path / name, "w") as file:
             file.create_dataset("X", data=values, chunks=(96, 25))
-    monkeypatch.setattr("dasksc.storage.sliced._SLICE_BYTES", 2**16)
+    monkeypatch.setattr("dasksc.storage.arrays._SLICE_BYTES", 2**16)
     with slow_readers():
         matrix = open_matrix(tmp_path / name, "X")
     (array,) = matrix.arrays

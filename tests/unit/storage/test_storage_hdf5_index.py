@@ -21,11 +21,10 @@ from dasksc.errors import CorruptDataError
 from dasksc.storage import open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkTable
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile
+from dasksc.storage.files import FileIdentity, LocalFile
 from dasksc.storage.hdf5 import chunk_index as hdf5_index
 from dasksc.storage.hdf5.chunk_index import chunk_table
-from dasksc.storage.hdf5.layout import direct_array
+from dasksc.storage.hdf5.direct import direct_array
 from dasksc.storage.uncompressed import PlainArray
 from tests.support.data import rows_of
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage import open_matrix
-from dasksc.storage.hdf5.strings import read_strings
+from dasksc.storage.hdf5.direct import read_strings
 from tests.support.data import rows_of
 
 pytestmark = pytest.mark.core

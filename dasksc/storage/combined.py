@@ -1,0 +1,402 @@
+"""Matrices made of other matrices: rows of several, selected and reordered rows, and sums of columns."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from dask.base import tokenize
+from numpy.typing import DTypeLike, NDArray
+
+from dasksc.errors import InputError
+from dasksc.kernels import csr as kernels
+from dasksc.storage.arrays import RowPointers, memory_dtype, reading
+from dasksc.storage.dtypes import sum_dtype
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
+from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.files import LocalFile, advise_mapped, mapping_of
+from dasksc.storage.matrices import CSRMatrix, check_rows
+from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
+from dasksc.storage.uncompressed import PlainArray
+
+# Parts with more runs of rows than this in a fetch are read one by one: a request to read a run ahead takes about a
+# microsecond, and only a part that is read by itself requests none if its rows are in the page cache.
+_MOST_RUNS = 64
+
+
+class AbsentMatrix:
+    """Matrix without columns, a placeholder for a missing matrix in a concatenation."""
+
+    def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
+        self.label = "absent matrix"
+        self.shape = n_obs, 0
+        self.layout = layout
+        self.dtype = self.stored_dtype = np.dtype(dtype)
+        self.cost = FetchCost(row=0.0, held=0.0)
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        rows = check_rows(self.label, self.shape[0], rows)
+        if self.layout == "dense":
+            return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
+        nothing = np.zeros(len(rows) + 1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype)
+        return CSRRowBuffer.of_block(self.label, rows, 0, self.dtype, nothing)
+
+    def __repr__(self) -> str:
+        return f"<AbsentMatrix of {self.shape[0]} rows>"
+
+
+class ConcatenatedMatrix:
+    """Row-wise concatenation of matrices. No data are rewritten: columns are renumbered when rows are gathered."""
+
+    # The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix, it has
+    # the fill value of `maps`, which is NaN by default. The data type of the result can represent this value, as in
+    # `anndata.concat`.
+
+    def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
+        if not parts:
+            raise InputError(f"{label}: no matrix was given to concatenate")
+        widths = {part.shape[1] for part in parts}
+        if maps is None and len(widths) > 1:
+            raise InputError(
+                f"{label}: matrices of {sorted(widths)} columns cannot be stacked without a map of columns"
+            )
+        self.label = label
+        self.parts = tuple(parts)
+        self.maps = maps  # columns of the parts in the result; None if all parts have the same
+        self._labels = tuple(part.label for part in parts)
+        sizes = [part.shape[0] for part in parts]
+        self._ends: NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64)
+        self._begins = self._ends - sizes
+        self.shape = int(self._ends[-1]), parts[0].shape[1] if maps is None else maps.n_vars
+        self.layout: Layout = "csr" if any(part.layout == "csr" for part in parts) else "dense"
+        is_filled = self.layout == "dense" and maps is not None and bool(maps.n_filled())
+        self.dtype = self._common([part.dtype for part in parts], is_filled=is_filled)
+        self.stored_dtype = self._common([part.stored_dtype for part in parts], is_filled=is_filled)
+
+    def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
+        """Return a data type that represents the values of all `dtypes` and, if `is_filled`, also the fill value."""
+        common: np.dtype[Any] = np.result_type(*dtypes)
+        return self.maps.filled_dtype(common) if is_filled and self.maps is not None else common
+
+    def n_missing(self, columns: Columns | None = None) -> int:
+        """Return the number of columns that are NaN because a part lacks them."""
+        # If `columns` is given, only these columns are counted.
+        if self.layout == "csr" or self.maps is None or self.maps.fill_value is not None:
+            return 0
+        return self.maps.n_filled(columns)
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Share of the rows in each part, shape (n_parts,)."""
+        # Empty parts have a small weight, so that the shares are defined if all parts are empty.
+        n_rows = np.array([max(1, part.shape[0]) for part in self.parts], dtype=np.float64)
+        shares: NDArray[np.float64] = n_rows / n_rows.sum()
+        return shares
+
+    @property
+    def cost(self) -> FetchCost:
+        """Memory that a fetch takes if its rows come from all parts in proportion to their sizes."""
+        # Parts are read one by one.
+        costs = [part.cost for part in self.parts]
+        row, held, working = (
+            float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
+        )
+        return FetchCost(
+            row=row,
+            held=held,
+            working=working,
+            fixed=max(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs),
+            chunk_rows=max(cost.chunk_rows for cost in costs),
+            decoded_rows=max(cost.decoded_rows for cost in costs),
+        )
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        rows = check_rows(self.label, self.shape[0], rows)
+        which = np.searchsorted(self._ends, rows, side="right")
+        # If no rows are requested, the first part determines the data types.
+        numbers = np.unique(which) if len(rows) else np.array([0])
+        n_runs = np.count_nonzero(np.diff(rows) > 1)
+        fetched: list[RowBuffer] = []
+        for _, group in itertools.groupby(numbers.tolist(), key=self._kind):
+            members = list(group)
+            together = None
+            if len(members) > 1 and n_runs <= _MOST_RUNS * len(numbers):
+                together = self._fetch_together(members, rows, which)
+            fetched += [self._fetch_part(number, rows, which) for number in members] if together is None else [together]
+        origins = Origins(numbers=which.astype(np.int32), labels=self._labels, maps=self.maps)
+        return stack(fetched, label=self.label, dtype=self.dtype, layout=self.layout, origins=origins)
+
+    @functools.cached_property
+    def _mapped(self) -> tuple[MappedCSR | None, ...]:
+        return tuple(MappedCSR.of(part) for part in self.parts)
+
+    def _kind(self, number: int) -> object:
+        """Return a key that neighboring parts share if they can be fetched together in this thread."""
+        mapped = self._mapped[number]
+        if mapped is None:
+            return number
+        with mapping_of(self._labels[number]):
+            return mapped.dtypes if mapped.data.is_mapped else number
+
+    def _fetch_part(self, number: int, rows: NDArray[np.int64], which: NDArray[np.int64]) -> RowBuffer:
+        first, last = np.searchsorted(which, [number, number + 1])
+        with mapping_of(self._labels[number]):
+            return self.parts[number].fetch(rows[first:last] - self._begins[number])
+
+    def _fetch_together(
+        self, members: list[int], rows: NDArray[np.int64], which: NDArray[np.int64]
+    ) -> CSRRowBuffer | None:
+        """Fetch the rows of parts of the same kind; return None if these must be read one by one."""
+        first, last = np.searchsorted(which, [members[0], members[-1] + 1])
+        which = which[first:last]
+        rows = rows[first:last] - self._begins[which]
+        parts = [mapped for mapped in (self._mapped[number] for number in members) if mapped is not None]
+        found = _locate_mapped(parts, np.searchsorted(members, which), rows)
+        if found is None:
+            return None
+        lengths, indices, data = found
+        return CSRRowBuffer(
+            label=self.label,
+            rows=rows,
+            n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
+            dtype=parts[0].dtypes[-1],
+            lengths=lengths,
+            data=data,
+            indices=indices,
+            origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
+        )
+
+    def __dask_tokenize__(self) -> object:
+        # Dask pickles what it hashes, so the parts are hashed one by one.
+        return ("dasksc.ConcatenatedMatrix", self.label, [tokenize(part) for part in self.parts], tokenize(self.maps))
+
+    def __repr__(self) -> str:
+        return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self.parts)}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedCSR:
+    """Place of a CSR matrix in a file whose bytes are its arrays."""
+
+    # An atlas may consist of thousands of files of a few hundred cells each, and a fetch may need a few rows of each of
+    # dozens of them. Locating the rows of every file with NumPy then takes much longer than copying them.
+
+    file: LocalFile
+    data: PlainArray
+    offsets: tuple[int, ...]  # Byte offsets of `indptr`, `indices` and `data`
+    dtypes: tuple[np.dtype[Any], ...]  # Data types of these three, and that for computation
+
+    @classmethod
+    def of(cls, matrix: Matrix) -> MappedCSR | None:
+        """Return the place of `matrix`; None unless its arrays are uncompressed, each in one piece of one file."""
+        arrays = matrix.arrays if isinstance(matrix, CSRMatrix) else ()
+        plain = [array for array in arrays if isinstance(array, PlainArray)]
+        places = [place for array in plain if (place := array.place) is not None]
+        if len(places) < 3 or len({id(file) for file, _ in places}) > 1:
+            return None
+        return cls(
+            file=places[0][0],
+            data=plain[-1],
+            offsets=tuple(offset for _, offset in places),
+            dtypes=(*(array.dtype for array in plain), matrix.dtype),
+        )
+
+
+def _locate_mapped(
+    parts: Sequence[MappedCSR], which: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], RowPointers, RowPointers] | None:
+    """Return lengths and addresses of row ``rows[i]`` of ``parts[which[i]]``; None if `CSRMatrix.fetch` must report."""
+    with reading():
+        for part in parts:
+            part.file.require_unchanged()
+        memories = [part.file.mapped() for part in parts]
+        bases = np.array([part.offsets for part in parts]).T[:, which]
+        n_values = np.array([part.data.shape[0] for part in parts])[which]
+
+        def inside(array: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> RowPointers:
+            dtype = parts[0].dtypes[array]
+            offsets, sizes = bases[array] + starts * dtype.itemsize, lengths * dtype.itemsize
+            found = RowPointers.inside(memories, dtype=dtype, which=which, offsets=offsets, sizes=sizes, held_bytes=0)
+            advise_mapped(found.at, sizes)
+            return found
+
+        indptr = inside(0, rows, np.full(len(rows), 2))
+        bounds = np.empty((len(rows), 2), dtype=np.int64)
+        kernels.copy_rows(np.arange(len(rows)), indptr.at, bounds, indptr.like)
+        starts, stops = bounds.T
+        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
+        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1]) & (which[1:] == which[:-1])
+        if wrong.any():
+            return None
+        return stops - starts, inside(1, starts, stops - starts), inside(2, starts, stops - starts)
+
+
+def join(parts: Sequence[RowBuffer]) -> RowBuffer:
+    """Concatenate fetches of one matrix, without copying if they hold the same data types."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
+    origins = [buffer.origins for buffer in rows if buffer.origins is not None]
+    joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
+    if len({buffer.types for buffer in rows}) == 1:
+        return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
+    # The matrix is a concatenation, and the data types of a fetch depend on the parts that it has read.
+    first = rows[0]
+    return stack(
+        parts,
+        label=first.label,
+        dtype=first.dtype,
+        layout=first.layout,
+        origins=None if joined is None else replace(joined, maps=None),  # columns are the common ones by then
+    )
+
+
+def stack(
+    parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
+) -> RowBuffer:
+    """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied."""
+    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
+    if layout == "csr":
+        rows = [_as_csr(buffer) for buffer in rows]
+    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in rows), strict=True)]
+    rows = [
+        buffer if buffer.column_maps is None and list(buffer.types) == held else buffer.converted(*held)
+        for buffer in rows
+    ]
+    return _concatenated(rows, label=label, dtype=dtype, origins=origins)
+
+
+def _concatenated(
+    parts: Sequence[CSRRowBuffer | DenseRowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+) -> RowBuffer:
+    rows = np.concatenate([buffer.rows for buffer in parts])
+    n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
+    if isinstance(parts[0], DenseRowBuffer):
+        dense = cast(Sequence[DenseRowBuffer], parts)
+        values = RowPointers.joined([buffer.values for buffer in dense])
+        return DenseRowBuffer(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
+    sparse = cast(Sequence[CSRRowBuffer], parts)
+    return CSRRowBuffer(
+        label=label,
+        rows=rows,
+        n_vars=n_vars,
+        dtype=dtype,
+        lengths=np.concatenate([buffer.lengths for buffer in sparse]),
+        data=RowPointers.joined([buffer.data for buffer in sparse]),
+        indices=RowPointers.joined([buffer.indices for buffer in sparse]),
+        origins=origins,
+    )
+
+
+def _as_csr(buffer: CSRRowBuffer | DenseRowBuffer) -> CSRRowBuffer:
+    if isinstance(buffer, CSRRowBuffer):
+        return buffer
+    held = buffer.values.dtype if buffer.column_maps is None else None
+    indptr, indices, data = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
+    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))
+
+
+class ReorderedMatrix:
+    """Selected rows of a matrix in any order. Rows are read in stored order, and no data are rewritten."""
+
+    def __init__(self, matrix: Matrix, rows: NDArray[np.int64]) -> None:
+        if len(rows) and (rows.min() < 0 or rows.max() >= matrix.shape[0]):
+            raise InputError(f"{matrix.label}: rows must lie in [0, {matrix.shape[0]})")
+        self.parts = (matrix,)
+        self._matrix = matrix
+        self._rows = rows
+        self.shape = len(rows), matrix.shape[1]
+        self.label = matrix.label
+        self.layout: Layout = matrix.layout
+        self.dtype: np.dtype[Any] = matrix.dtype
+        self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
+
+    def n_missing(self, columns: Columns | None = None) -> int:
+        """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
+        return self._matrix.n_missing(columns) if isinstance(self._matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
+
+    @property
+    def cost(self) -> FetchCost:
+        """Memory that a fetch takes, equal to that of the underlying matrix."""
+        return self._matrix.cost
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
+        if not np.any(wanted[1:] < wanted[:-1]):
+            return self._matrix.fetch(wanted)
+        order = np.argsort(wanted, kind="stable")
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        fetched = self._matrix.fetch(wanted[order])
+        if not isinstance(fetched, CSRRowBuffer | DenseRowBuffer):
+            raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
+        return fetched.reordered(places)
+
+    def __repr__(self) -> str:
+        return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"
+
+
+def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
+    """Yield the label and the cost of each part of a concatenated matrix."""
+    # `row` and `held` are multiplied by the share of the rows in the part. A matrix that is not a concatenation counts
+    # as a single part.
+    if isinstance(matrix, ReorderedMatrix):
+        yield from part_costs(matrix.parts[0], share)
+    elif isinstance(matrix, ConcatenatedMatrix):
+        for part, share_of_part in zip(matrix.parts, matrix.shares.tolist(), strict=True):
+            yield from part_costs(part, share * share_of_part)
+    else:
+        cost = matrix.cost
+        yield matrix.label, replace(cost, row=share * cost.row, held=share * cost.held)
+
+
+class SummedMatrix:
+    """Selected columns of a matrix, some of which are summed. Rows are computed when they are fetched."""
+
+    def __init__(self, matrix: Matrix, columns: Columns) -> None:
+        self.parts = (matrix,)
+        self._matrix = matrix
+        self._columns = columns
+        self.shape = matrix.shape[0], len(columns)
+        self.label = matrix.label
+        self.layout: Layout = matrix.layout
+        self.dtype: np.dtype[Any] = matrix.dtype
+        # Sums of integers have 64 bits, since their own type may be too narrow.
+        self.stored_dtype: np.dtype[Any] = sum_dtype(matrix.stored_dtype)
+
+    @property
+    def cost(self) -> FetchCost:
+        """Memory that a fetch takes: that of the underlying matrix, and the computed rows."""
+        cost = self._matrix.cost
+        widening = max(1, self.stored_dtype.itemsize // memory_dtype(self._matrix.stored_dtype).itemsize)
+        dense = len(self._columns) * memory_dtype(self.stored_dtype).itemsize
+        row = dense if self.layout == "dense" else widening * cost.row
+        return FetchCost(
+            row=row,
+            held=row,
+            working=cost.held + cost.working + row,
+            fixed=cost.fixed,
+            kept=cost.kept,
+            chunk_rows=cost.chunk_rows,
+        )
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        rows = check_rows(self.label, self.shape[0], rows)
+        fetched = self._matrix.fetch(rows)
+        every = np.arange(len(rows), dtype=np.int64)
+        held = memory_dtype(self.stored_dtype)
+        if self.layout == "csr":
+            block = fetched.gather_csr(every, dtype=held, columns=self._columns)
+            return CSRRowBuffer.of_block(self.label, rows, self.shape[1], self.dtype, block)
+        out = np.empty((len(rows), self.shape[1]), dtype=held)
+        fetched.gather(every, out=out, columns=self._columns)
+        return DenseRowBuffer.of_block(self.label, rows, self.dtype, out)
+
+    def __repr__(self) -> str:
+        return f"<SummedMatrix {self.shape[1]} columns of {self._matrix!r}>"

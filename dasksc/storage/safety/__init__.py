@@ -1,1 +1,0 @@
-"""Protection against malicious and damaged files."""
