@@ -33,6 +33,8 @@ from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.remote.remote_file import RemoteFile
 
 _LARGE_CHUNK_BYTES = 2**20
+# Width from which rows of chunks narrower than the array are copied one by one; the place of each takes 40 bytes.
+_LEAST_WIDTH_BYTES = 2**10
 
 # Row of the chunk grid, start and stop of each piece, as `cut` returns them.
 _Pieces: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -187,15 +189,13 @@ class ChunkedArray:
                 decode, functions = decoding.decode_pieces, deflate_addresses(codec.wbits)
             case _:
                 return False
-        if functions is None or not self._in_place(block):
+        width = self._width * block.itemsize
+        is_narrow = block.shape[1] > self._width
+        if functions is None or block.dtype != self._chain.dtype or (is_narrow and width < _LEAST_WIDTH_BYTES):
             return False
-        rows, piece_starts, piece_stops = pieces
-        numbers, chunk_of = np.unique(rows, return_inverse=True)
-        stride = block.strides[0]
-        starts = (piece_starts - rows * self._chunk_shape[0]) * stride
-        sizes = (piece_stops - piece_starts) * stride
-        to = np.cumsum(sizes) - sizes
-        chunk_bytes = self._chunk_shape[0] * stride
+        chunks_of, starts, sizes, to = (self._pieces_across if is_narrow else self._pieces_along)(block, pieces)
+        numbers, chunk_of = np.unique(chunks_of, return_inverse=True)
+        chunk_bytes = self._chunk_shape[0] * width
         out = block.reshape(-1).view(np.uint8)
         spent = thread_times()
         before = 0
@@ -211,7 +211,7 @@ class ChunkedArray:
                 chunks = chunk_of[here] - before
                 written = group.at[chunks] != 0
                 for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
-                    block[begin // stride : (begin + size) // stride] = self._fill
+                    out[begin : begin + size].view(block.dtype)[:] = self._fill
                 of_group = chunks, starts[here], (starts + sizes)[here], to[here]
                 given = (piece[written] for piece in of_group)
                 begun = perf_counter()
@@ -226,6 +226,28 @@ class ChunkedArray:
         except (CorruptDataError, OSError):
             return False
         return True
+
+    def _pieces_along(self, block: NDArray[Any], pieces: _Pieces) -> tuple[NDArray[np.int64], ...]:
+        """Return the chunk of each piece, its first byte and size there, and its place in a block as wide as chunks."""
+        rows, starts, stops = pieces
+        stride = block.strides[0]
+        sizes = (stops - starts) * stride
+        return rows, (starts - rows * self._chunk_shape[0]) * stride, sizes, np.cumsum(sizes) - sizes
+
+    def _pieces_across(self, block: NDArray[Any], pieces: _Pieces) -> tuple[NDArray[np.int64], ...]:
+        """Return pieces as `_pieces_along` does, of a block wider than chunks; each has a part of one row."""
+        rows, starts, stops = pieces
+        lengths = stops - starts
+        width = self._width * block.itemsize
+        lefts = np.arange(0, block.strides[0], width)
+        first = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        number = np.arange(len(block))
+        chunks = (np.repeat(rows, lengths)[:, None] * len(lefts) + np.arange(len(lefts))).reshape(-1)
+        order = np.argsort(chunks, kind="stable")
+        row, across = np.divmod(order, len(lefts))
+        places = (first + number)[row] % self._chunk_shape[0] * width
+        sizes = np.minimum(width, block.strides[0] - lefts)[across]
+        return chunks[order], places, sizes, row * block.strides[0] + lefts[across]
 
     @property
     def _width(self) -> int:

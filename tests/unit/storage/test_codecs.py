@@ -191,6 +191,30 @@ def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None
     assert (sp.csr_matrix((data, indices, indptr), shape=(5, 200)) != X[rows]).nnz == 0
 
 
+@pytest.mark.parametrize("codec", [zarr.codecs.ZstdCodec(), zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec()])
+@pytest.mark.parametrize("width", [256, 300, 700])
+def test_rows_of_chunks_narrower_than_the_matrix_are_decoded_by_a_kernel(
+    tmp_path: Path, codec: Any, width: int
+) -> None:
+    values = np.random.default_rng(0).poisson(1.0, (200, 700)).astype(np.float32)
+    values[90:120] = 5  # chunks that are not written
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=3)
+    options: dict[str, Any] = {"compressors": codec, "fill_value": 5}
+    group.create_array("X", shape=values.shape, dtype="float32", chunks=(30, width), **options)[:90] = values[:90]
+    zarr.open_array(tmp_path / "x.zarr", path="X")[120:] = values[120:]
+    matrix = open_matrix(tmp_path / "x.zarr", "X")
+    rows = np.array([0, 7, 8, 29, 30, 88, 89, 90, 119, 120, 121, 199])
+    name = "decode_blosc" if isinstance(codec, zarr.codecs.BloscCodec) else "decode_pieces"
+    with mock.patch.object(decoding, name, wraps=getattr(decoding, name)) as called:
+        np.testing.assert_array_equal(rows_of(matrix, rows), values[rows])
+    assert called.called
+    np.testing.assert_array_equal(rows_of(matrix, np.arange(200)), values)
+    (chunk,) = (tmp_path / "x.zarr" / "X" / "c" / "0").glob("0")
+    chunk.write_bytes(chunk.read_bytes()[:-40])
+    with pytest.raises(CorruptDataError, match="rows 0 to 29"):
+        rows_of(open_matrix(tmp_path / "x.zarr", "X"), rows)
+
+
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
     """Write rows of as many values each, whose columns are ascending and end with the last one of the matrix."""
     n_columns, rng = min(n_vars // 2, 2000), np.random.default_rng(0)
