@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.readers.anndata import AnnDataStore
+from dasksc.readers.arrays import RowsMatrix
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
@@ -209,8 +210,11 @@ def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Id
         path, colon, inside = part.label.rpartition(":/")
         if isinstance(part, AbsentMatrix):
             path = ""
-        elif not colon or not (is_url(path) or os.path.exists(path)):
-            raise InputError(f"{part.label} is not the matrix of a file, so a catalogue cannot refer to it")
+        elif isinstance(part, RowsMatrix) or not colon or not (is_url(path) or os.path.exists(path)):
+            raise InputError(
+                f"{part.label} is not a matrix of an HDF5 file or Zarr store, so a catalogue cannot refer to it. "
+                "Convert it first (dasksc convert)"
+            )
         arrays = _plain_arrays(part)
         if path:
             files[path] = files.get(path) or (arrays[0].file.identity if arrays else None)

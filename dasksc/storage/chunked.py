@@ -33,7 +33,7 @@ from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.remote.remote_file import RemoteFile
 
 _LARGE_CHUNK_BYTES = 2**20
-# Width from which rows of chunks narrower than the array are copied one by one; the place of each takes 40 bytes.
+# Width from which rows of chunks narrower than the array are copied one by one; each needs 100 bytes.
 _LEAST_WIDTH_BYTES = 2**10
 
 # Row of the chunk grid, start and stop of each piece, as `cut` returns them.

@@ -39,6 +39,12 @@ def atlas(
     return folder / "atlas.h5ad", *write(adata, folder)
 
 
+def test_a_catalogue_of_what_it_cannot_open_is_refused(atlas: Any, tmp_path: Path) -> None:
+    _, path, options = atlas
+    with pytest.raises(dasksc.InputError, match=path.name):
+        dasksc.index([path], tmp_path / "all.catalog", reader_options=options)
+
+
 def test_an_atlas_opens_as_its_h5ad(atlas: Any) -> None:
     h5ad, path, options = atlas
     expected, found = dasksc.open(h5ad), dasksc.open(path, reader_options=options)
