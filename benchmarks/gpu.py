@@ -97,7 +97,7 @@ def contenders_of(
         return X.to(options.device, non_blocking=True)
 
     there = {"device": options.device}
-    tokens = dasksc.tokens.RankTokens(dasksc.open(path).var_names)
+    genes = dasksc.open(path).var_names
     # Ways to get batches to the device, then options of batches that are made there
     moved = {
         "dense on the host, pageable, moved by the loop": {},
@@ -116,8 +116,10 @@ def contenders_of(
     }
     made = {name: loop(options, dataset(options, path, **more), take=move) for name, more in moved.items()}
     made |= {name: loop(options, dataset(options, path, **there, **more)) for name, more in placed.items()}
-    ranked = dataset(options, path, **there, layout="csr", transform=tokens)
-    made["RankTokens"] = loop(options, ranked, take=lambda batch: batch["input_ids"])
+    for name, tokenizer in (("RankTokens", dasksc.tokens.RankTokens), ("ValueBins", dasksc.tokens.ValueBins)):
+        for where in ("host", "device"):
+            found = dataset(options, path, **there, expand=where, transform=tokenizer(genes))
+            made[f"{name} on the {where}"] = loop(options, found, take=lambda batch: batch["input_ids"])
     needed = ("annbatch", "cupy", "zarrs")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if options.device == "cpu" or lacking:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,14 @@ class Placement:
     """Where the batches of an epoch are yielded: in memory, pinned or not, or on a device."""
 
     def __init__(
-        self, device: torch.device | None, *, is_pinned: bool, is_staged: bool, expands: bool, block_bytes: int
+        self,
+        device: torch.device | None,
+        *,
+        is_pinned: bool,
+        is_staged: bool,
+        expands: bool,
+        block_bytes: int,
+        last: Callable[[Any], Any] | None = None,
     ) -> None:
         if device == torch.device("cuda"):
             # The current device is that of the thread of the loop; other threads have their own.
@@ -133,6 +141,7 @@ class Placement:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
         self._expands, self._block_bytes = expands, block_bytes
+        self._last = last  # transform of batches on the device
 
     def memory(self) -> Memory:
         """Return memory to gather a batch in."""
@@ -151,6 +160,9 @@ class Placement:
                 batch = map_tensors(batch, lambda one: by_parts(one, memory.moved))
             if self._device is not None:
                 memory.copy()
+                if self._last is not None:
+                    batch = self._last(batch)
+                    memory.held += [one for one in batch.values() if isinstance(one, torch.Tensor)]
                 batch = map_tensors(batch, lambda one: memory.finished(one, expands=self._expands))
             return batch, memory.held, None if self._stream is None else self._stream.record_event()
 

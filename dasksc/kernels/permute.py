@@ -22,9 +22,9 @@ from dasksc.kernels.compiled import kernel
 N_ROUNDS = 6
 """Number of rounds of the Feistel network, and of round keys."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 _U1 = np.uint64(1)
 _U11 = np.uint64(11)
 _U27 = np.uint64(27)
@@ -37,15 +37,15 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 @kernel
 def mix(x):
     """Mix a 64-bit word: a bijection in which every input bit reaches every output bit."""
-    x = (x ^ (x >> _U30)) * _MIX_1
-    x = (x ^ (x >> _U27)) * _MIX_2
+    x = (x ^ (x >> _U30)) * MIX_1
+    x = (x ^ (x >> _U27)) * MIX_2
     return x ^ (x >> _U31)
 
 
 @kernel
 def bits(key, counter):
     """Return 64 random bits for a uint64 `key` and a counter."""
-    return mix(key + (np.uint64(counter) + _U1) * _GOLDEN)
+    return mix(key + (np.uint64(counter) + _U1) * GOLDEN)
 
 
 @kernel

@@ -23,7 +23,7 @@ from dasksc.kernels.permute import mix, stream, uniform
 _ALL = np.uint32(0xFFFFFFFF)
 # Streams under the key of a row: for the choice of sampled genes, the choice of masked genes, the fate of a masked
 # gene, the replacement of a masked gene, and the bin of a value at which several bin edges coincide.
-_SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
+_SAMPLED, _MASKED, _FATE, _REPLACEMENT, TIED = range(5)
 
 HIDDEN, REPLACED, SHOWN = 1, 2, 3
 """Fates of a token to predict: hidden behind the mask, replaced by a random one, or shown unchanged."""
@@ -152,7 +152,7 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
             span = np.float64(ascending[above] - ascending[below])
             share = place - below
             edges[j] = high - span * (1.0 - share) if share >= 0.5 else low + span * share
-        tied = stream(keys[i], _TIED)
+        tied = stream(keys[i], TIED)
         n_kept = min(n, out_ids.shape[1] - first)
         choose(stream(keys[i], _SAMPLED), n, n_kept, chosen)
         for k in range(n_kept):
@@ -161,6 +161,13 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
             highest = np.searchsorted(edges, value, side="right")
             n_equal = highest - np.searchsorted(edges, value, side="left")
             out_values[i, first + k] = highest - int(uniform(tied, chosen[k]) * n_equal)
+
+
+@kernel
+def sample_tokens(counts, keys, out):
+    """Write which tokens of each row `bin_tokens` keeps."""
+    for i in range(len(counts)):
+        choose(stream(keys[i], _SAMPLED), counts[i], min(counts[i], out.shape[1]), out[i])
 
 
 @kernel

@@ -168,7 +168,8 @@ class scDataset(IterableDataset[Any]):
     expand
         Where matrices stored as CSR become dense, with ``layout="dense"`` and `device`: ``"host"``, or ``"device"`` to
         copy them as CSR. ``"auto"`` chooses the device if it is not the CPU, CSR takes at most half the memory, and no
-        `transform` needs dense batches; those of dasksc need none. With ``"device"``, transforms receive CSR tensors.
+        `transform` needs dense batches; those of dasksc need none. With ``"device"``, transforms receive CSR tensors. A
+        tokenizer that is the last transform then only counts and draws on the host, and makes its tokens on the device.
     pin_memory
         If True, batches are in pinned memory, unless they are on a `device`.
     progress

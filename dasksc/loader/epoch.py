@@ -142,11 +142,15 @@ class Epoch:
         plan, stats, memory = self._plan, self.stats, self._memory
         mode = memory.reading_mode() if memory.is_interprocess else memory.mode_of_epoch()
         task = FetchMatrices(source.matrices, frozenset() if memory.is_interprocess else mode.unmapped)
-        transforms = None if self._spec.transforms is None else self._spec.transforms.at_epoch(plan.epoch)
+        transforms, last = self._spec.transforms, None
+        if transforms is not None:
+            transforms = transforms.at_epoch(plan.epoch)
+            if self._spec.expand == "device":
+                transforms, last = transforms.parted()
         n_ahead = memory.n_batches_ahead
         n_together = min(memory.n_together, plan.fetch_factor)
         n_left_in_fetch = 0
-        placement, maker = self._placement(memory.block_bytes), replace(source.maker, expanded=memory.expanded)
+        placement, maker = self._placement(memory.block_bytes, last), replace(source.maker, expanded=memory.expanded)
 
         def gather(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Gathered:
             start = perf_counter()
@@ -232,7 +236,7 @@ class Epoch:
             f"{plan.rank} of {plan.world_size}), rows {first_of(rows, _N_ROWS_SHOWN)}"
         )
 
-    def _placement(self, block_bytes: int) -> Placement:
+    def _placement(self, block_bytes: int, last: Callable[[Any], Any] | None = None) -> Placement:
         spec = self._spec
         return Placement(
             spec.device,
@@ -240,6 +244,7 @@ class Epoch:
             is_staged=spec.transforms is not None or isinstance(self._source, IndexedSource),
             expands=bool(self._memory.expanded),
             block_bytes=block_bytes,
+            last=last,
         )
 
     # --- Yield ----------------------------------------------------------------------------------------

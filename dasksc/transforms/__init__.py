@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,13 @@ class Transforms:
                 break
             steps[i] = one.in_place()
         return replace(self, steps=tuple(steps))
+
+    def parted(self) -> tuple[Transforms, Callable[[Any], Any] | None]:
+        """Return the transforms on the host, and the part of the last one that follows on the device, if any."""
+        *others, last = self.steps
+        if not hasattr(last, "on_device"):
+            return self, None
+        return replace(self, steps=(*others, last.on_host)), last.on_device
 
     def apply(self, batch: Any, number: int) -> Any:
         """Apply all transforms to a batch that no other code refers to, given its number in the epoch."""

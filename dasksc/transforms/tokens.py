@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from dasksc.batches.batch import Batch
 from dasksc.checks import check_flags, check_one_of, whole_number
@@ -30,6 +31,8 @@ from dasksc.kernels import tokens as kernels
 from dasksc.plan.arrays import array_of
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.storage import buffers
+from dasksc.transforms import device_tokens
+from dasksc.transforms.device_tokens import CellTokens
 from dasksc.transforms.vocabulary import Missing, Vocabulary, names_of
 
 __all__ = ["IGNORED", "RankTokens", "ValueBins"]
@@ -51,6 +54,8 @@ class _CellRows(NamedTuple):
     values: NDArray[np.float32]
     counts: NDArray[np.int64]
     keys: NDArray[np.uint64]
+    lengths: NDArray[np.int64]  # tokens that are kept
+    longest: int  # number of columns for them
 
 
 # Fates of the tokens, and the numbers that choose replacements; see `dasksc.kernels.tokens.mask_tokens`.
@@ -63,6 +68,7 @@ class _Tokens:
     _takes_csr = True  # dense and CSR batches have the same tokens
     # Set by `at_epoch`, since masks and samples differ between epochs.
     _epoch = 0
+    _copies: dict[torch.device, list[torch.Tensor]]  # tables on devices, see `_tables`
 
     def __init__(
         self,
@@ -118,7 +124,7 @@ class _Tokens:
     def at_epoch(self: T, epoch: int) -> T:
         """Return this transform with the random masks and gene subsets of an epoch; `scDataset` calls it."""
         same = copy.copy(self)
-        same._epoch = epoch
+        same._epoch, same._copies = epoch, {}
         return same
 
     def __call__(self, batch: Batch) -> Batch:
@@ -128,7 +134,28 @@ class _Tokens:
         padding) and, if tokens are masked, ``labels`` (int64), each of shape (batch, length). Other elements are not
         copied. A wrong number of columns, or values that are NaN, infinite or negative raise `InputError`.
         """
+        cells = self._cells(batch)
+        first = int(self.prepend_cls)
+        shape = len(cells.counts), first + cells.longest
+        # The arrays reuse the memory of earlier batches if the data set recycles it.
+        ids = buffers.empty(shape, np.int64)
+        ids.fill(self.vocabulary.pad_id)
+        ids[:, :first] = self.vocabulary.cls_id
+        values = buffers.empty(shape, np.float32)
+        values.fill(0)
+        self._fill(cells, ids, values)
+
+        made = _without_matrices(batch)
+        if self.mask_ratio > 0:
+            made["labels"] = torch.from_numpy(self._mask(self._draw(cells), ids, values))
+        made["input_ids"] = torch.from_numpy(ids)
+        made["values"] = torch.from_numpy(values)
+        made["attention_mask"] = torch.from_numpy(np.arange(shape[1]) < first + cells.lengths[:, None])
+        return made
+
+    def _cells(self, batch: Batch) -> _CellRows:
         indptr, columns, values = _nonzeros(batch, len(self._ids))
+        values = self._scaled(columns, values)
         n_rows = len(indptr) - 1
         counts = np.empty(n_rows, dtype=np.int64)
         bad = kernels.count_tokens(indptr, columns, values, self._ids, counts)
@@ -140,30 +167,70 @@ class _Tokens:
         keys = np.empty(n_rows, dtype=np.uint64)
         (key,) = epoch_keys(self.seed, self._epoch, Purpose.TOKENS)
         kernels.row_keys(key, batch.index.numpy(), keys)
-
-        first = int(self.prepend_cls)
         lengths = np.minimum(counts, self.max_genes)
         longest = self.max_genes if self.padding == "max_length" else int(lengths.max(initial=0))
-        shape = (n_rows, first + longest)
-        # The arrays reuse the memory of earlier batches if the data set recycles it.
-        ids = buffers.empty(shape, np.int64)
-        ids.fill(self.vocabulary.pad_id)
-        ids[:, :first] = self.vocabulary.cls_id
-        token_values = buffers.empty(shape, np.float32)
-        token_values.fill(0)
-        self._fill(_CellRows(indptr, columns, values, counts, keys), ids, token_values)
+        return _CellRows(indptr, columns, values, counts, keys, lengths, longest)
 
-        made = Batch({name: part for name, part in batch.items() if name not in ("X", "layers")})
+    def _draw(self, cells: _CellRows) -> _Chosen:
+        first = int(self.prepend_cls)
+        fates = np.zeros((len(cells.counts), first + cells.longest), dtype=np.uint8)
+        draws = np.zeros(fates.shape if self.random_replace_ratio > 0 else (0, 0))
+        shares = self.mask_ratio, self.random_replace_ratio, self.keep_ratio
+        kernels.mask_tokens(cells.lengths, cells.keys, *shares, first, fates, draws)
+        return fates, draws
+
+    def on_host(self, batch: Batch) -> Batch:
+        """Return a batch with a CSR X and what `on_device` needs to convert it; other batches are converted here."""
+        cells = self._cells(batch)
+        if batch["X"].layout != torch.sparse_csr or not len(cells.values):
+            return self(batch)
+        drawn: dict[str, Any] = {"counts": cells.counts, "keys": cells.keys.view(np.int64), **self._sampled(cells)}
         if self.mask_ratio > 0:
-            fates = np.zeros(shape, dtype=np.uint8)
-            draws = np.zeros(shape if self.random_replace_ratio > 0 else (0, 0))
-            shares = self.mask_ratio, self.random_replace_ratio, self.keep_ratio
-            kernels.mask_tokens(lengths, keys, *shares, first, fates, draws)
-            made["labels"] = torch.from_numpy(self._mask((fates, draws), ids, token_values))
-        made["input_ids"] = torch.from_numpy(ids)
-        made["values"] = torch.from_numpy(token_values)
-        made["attention_mask"] = torch.from_numpy(np.arange(shape[1]) < first + lengths[:, None])
-        return made
+            drawn["fates"], drawn["draws"] = self._draw(cells)
+        tokens = {name: torch.from_numpy(array) for name, array in drawn.items()} | {"longest": cells.longest}
+        return Batch(_without_matrices(batch), X=batch["X"], tokens=tokens)
+
+    def on_device(self, batch: Batch) -> Batch:
+        """Return the batch of `on_host`, which is on a device by now, with the tokens of `__call__`."""
+        if "tokens" not in batch:
+            return batch
+        drawn, made = batch["tokens"], _without_matrices(batch)
+        ids, _, medians = self._tables(batch["X"].device)
+        cells = device_tokens.cell_tokens(batch["X"], ids, medians, drawn["counts"], drawn["longest"])
+        ids, values = self._found(cells, drawn)
+        is_token = torch.arange(cells.longest, device=ids.device) < cells.counts.clamp(max=self.max_genes)
+        ids, values = torch.where(is_token, ids, self.vocabulary.pad_id), torch.where(is_token, values, 0.0)
+        if self.prepend_cls:
+            ids, values = pad(ids, (1, 0), value=self.vocabulary.cls_id), pad(values, (1, 0))
+            is_token = pad(is_token, (1, 0), value=True)
+        if "fates" in drawn:
+            made["labels"], ids, values = self._masked(drawn["fates"], drawn["draws"], ids, values)
+        return Batch(made, input_ids=ids, values=values, attention_mask=is_token)
+
+    def _tables(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the ids of the columns, those that may replace a gene, and the medians, if any, on a device."""
+        if device not in self._copies:
+            medians = getattr(self, "medians", None)
+            tables = self._ids, self._genes, np.empty(0, np.float32) if medians is None else medians
+            self._copies[device] = [torch.from_numpy(one).to(device) for one in tables]
+        return self._copies[device]
+
+    def _scaled(self, columns: NDArray[Any], values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values
+
+    def _sampled(self, cells: _CellRows) -> dict[str, Any]:
+        """Return the tokens that are kept, by row, if they are not the first ones."""
+        return {}
+
+    def _found(self, cells: CellTokens, drawn: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids and values of the tokens, each of shape (n_rows, longest), on a device."""
+        raise NotImplementedError
+
+    def _masked(
+        self, fates: torch.Tensor, draws: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the labels, and ids and values with those to predict masked or replaced, on a device."""
+        raise NotImplementedError
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         raise NotImplementedError
@@ -267,10 +334,24 @@ class RankTokens(_Tokens):
                 raise InputError("medians must be finite and above 0; give 1 for genes without expression")
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        indptr, columns, ranked, counts, _ = cells
-        if self.medians is not None:
-            ranked = ranked / self.medians[columns]
+        indptr, columns, ranked, counts, *_ = cells
         kernels.rank_tokens(indptr, columns, ranked, self._ids, counts, int(self.prepend_cls), ids, values)
+
+    def _scaled(self, columns: NDArray[Any], values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values if self.medians is None else values / self.medians[columns]
+
+    def _found(self, cells: CellTokens, drawn: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return device_tokens.ranked(cells)
+
+    def _masked(
+        self, fates: torch.Tensor, draws: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        labels, hidden = torch.where(fates > 0, ids, IGNORED), fates == kernels.HIDDEN
+        ids, values = torch.where(hidden, self.vocabulary.mask_id, ids), torch.where(hidden, _MASKED_VALUE, values)
+        if draws.numel():
+            genes = self._tables(ids.device)[1]
+            ids = torch.where(fates == kernels.REPLACED, genes[(draws * len(genes)).long()], ids)
+        return labels, ids, values
 
     def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
         fates, draws = chosen
@@ -351,9 +432,29 @@ class ValueBins(_Tokens):
         self.n_bins = whole_number("n_bins", n_bins, 2)  # at least two values: 0, and one bin of nonzeros
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        indptr, columns, binned, counts, keys = cells
+        indptr, columns, binned, counts, keys, *_ = cells
         first = int(self.prepend_cls)
         kernels.bin_tokens(indptr, columns, binned, self._ids, counts, keys, self.n_bins, first, ids, values)
+
+    def _sampled(self, cells: _CellRows) -> dict[str, Any]:
+        if np.array_equal(cells.lengths, cells.counts):
+            return {}
+        chosen = np.zeros((len(cells.counts), cells.longest), dtype=np.int64)
+        kernels.sample_tokens(cells.counts, cells.keys, chosen)
+        return {"chosen": chosen}
+
+    def _found(self, cells: CellTokens, drawn: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return device_tokens.binned(cells, drawn.get("chosen"), drawn["keys"], self.n_bins)
+
+    def _masked(
+        self, fates: torch.Tensor, draws: torch.Tensor, ids: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        labels = torch.where(fates > 0, values.long(), IGNORED)
+        values = torch.where(fates == kernels.HIDDEN, _MASKED_VALUE, values)
+        if draws.numel():
+            random = 1 + (draws * (self.n_bins - 1)).long()
+            values = torch.where(fates == kernels.REPLACED, random.float(), values)
+        return labels, ids, values
 
     def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
         fates, draws = chosen
@@ -363,6 +464,10 @@ class ValueBins(_Tokens):
         if replaced.any():
             values[replaced] = 1 + (draws[replaced] * (self.n_bins - 1)).astype(np.int64)
         return labels
+
+
+def _without_matrices(batch: Batch) -> Batch:
+    return Batch({name: part for name, part in batch.items() if name not in ("X", "layers", "tokens")})
 
 
 def _is_share(value: Any) -> bool:

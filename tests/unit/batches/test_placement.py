@@ -69,7 +69,8 @@ GENES = {
 TRANSFORMS = {
     "none": None,
     "counts": [dasksc.transforms.Downsample(0.5, layer="counts"), dasksc.transforms.MaskGenes(0.3)],
-    "tokens": dasksc.tokens.RankTokens([f"{i}" for i in range(30)], max_genes=5, mask_ratio=0.2),
+    "ranks": dasksc.tokens.RankTokens([f"{i}" for i in range(30)], max_genes=5, mask_ratio=0.2),
+    "bins": [dasksc.transforms.MaskGenes(0.3), dasksc.tokens.ValueBins([f"{i}" for i in range(30)], max_genes=5)],
 }
 
 
@@ -82,7 +83,7 @@ TRANSFORMS = {
     batch_size=st.sampled_from([8, 64]),
 )
 def test_batches_of_a_device_equal_those_of_the_host(dtype, layout, genes, transform, in_sets, batch_size, adata):
-    if transform == "tokens" and genes != "all":
+    if transform in ("ranks", "bins") and genes != "all":
         return
     strategy = sets(n_controls=2) if in_sets else dasksc.BlockShuffling(4)
     options = {"obs": ["gene", "dose"], "layers": ["counts", "dense"], "obsm": ["X_pca"], "layout": layout}

@@ -105,6 +105,32 @@ def written(batch: Batch) -> list[list[tuple[int, float]]]:
 @given(
     cells=CELLS,
     layout=st.sampled_from(["csr", "dense"]),
+    is_ranked=st.booleans(),
+    n=st.integers(2, 7),
+    options=st.fixed_dictionaries(
+        {
+            "max_genes": st.integers(1, N_GENES + 2),
+            "prepend_cls": st.booleans(),
+            "padding": st.sampled_from(["longest", "max_length"]),
+            "mask_ratio": st.sampled_from([0.0, 0.5]),
+            "random_replace_ratio": st.sampled_from([0.0, 0.5]),
+        }
+    ),
+)
+def test_tokens_made_on_a_device_are_those_of_the_host(cells, layout, is_ranked, n, options):
+    options |= {"vocabulary": Vocabulary.of_genes(GENES[:n]), "missing": "drop", "keep_ratio": 0.2}
+    more = {"medians": np.linspace(0.1, n, N_GENES)} if is_ranked else {"n_bins": n}
+    tokens = (RankTokens if is_ranked else ValueBins)(GENES, **options, **more).at_epoch(3)
+    expected, made = tokens(batch_of(cells, layout)), tokens.on_device(tokens.on_host(batch_of(cells, layout)))
+    assert made.keys() == expected.keys()
+    for name in made.keys() - {"obs"}:
+        assert made[name].dtype == expected[name].dtype
+        np.testing.assert_array_equal(made[name].numpy(), expected[name].numpy(), strict=True)
+
+
+@given(
+    cells=CELLS,
+    layout=st.sampled_from(["csr", "dense"]),
     max_genes=st.integers(1, N_GENES + 2),
     medians=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=N_GENES, max_size=N_GENES) | st.none(),
     prepend_cls=st.booleans(),
