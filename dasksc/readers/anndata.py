@@ -139,13 +139,13 @@ class AnnDataStore(Store):
         return raw[name] if not _is_null(raw) and name in raw else None
 
     def _open(self, stored: Any) -> Matrix:
-        options, path = self._options, self._path
+        path = self._path
         if isinstance(path, str) and isinstance(stored, h5py.HLObject):
             check_item(stored, path)
             holder = str(stored.file.filename)
             if holder != path:  # a link leads to another file
-                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=options.mmap)
-        return matrix_in(self._file, stored.name, use_mmap=options.mmap, cache=options.cache_of(path))
+                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=self._options.mmap)
+        return matrix_in(self._file, stored.name)
 
     def _read(self, key: str, stored: Any) -> Any:
         if isinstance(stored, np.ndarray):

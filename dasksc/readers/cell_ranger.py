@@ -85,14 +85,7 @@ class CellRangerStore(Store):
         return pd.DataFrame({column: one[()].astype(bool) for column, one in kept.items()}, index, columns=list(kept))
 
     def matrix(self, key: str) -> Matrix:
-        attributes = self._csr_attributes()
-        matrix = matrix_in(
-            self._file,
-            self._name,
-            use_mmap=self._options.mmap,
-            cache=self._options.cache_of(self._path),
-            attributes=attributes,
-        )
+        matrix = matrix_in(self._file, self._name, attributes=self._csr_attributes())
         if matrix.shape[1] != len(self._genes):
             raise CorruptDataError(
                 f"{matrix.label} has {matrix.shape[1]} columns, but there are {len(self._genes)} features. {_AGAIN}"

@@ -26,9 +26,9 @@ from dasksc.errors import DaskscError
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
-from dasksc.storage import Matrix, UseMmap
+from dasksc.storage import Matrix
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.files import FileIdentity, LocalFile, can_map
+from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.direct import direct_array
 from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
@@ -39,8 +39,6 @@ from dasksc.storage.uncompressed import PlainArray
 _MOST_ROWS = 2**22
 _GROUPS = ("layers", "obsm")
 
-# A folder is on one file system, unless its files are links.
-_can_map = lru_cache(can_map)
 _nameless = lru_cache(nameless_index)
 _type_of = lru_cache(partial(h5t.py_create, logical=True))
 _type_of_names = lru_cache(dtype_of_nullable)
@@ -94,14 +92,12 @@ class _File:
         self.options = options
         if isinstance(file, RemoteFile):
             self.file: LocalFile | RemoteFile = file
-            self.use_mmap: UseMmap = False
             if file.content is None:
                 self.id = h5py.File(reader or BlockReader(file), "r").id
             else:
                 self.id = h5f.open_file_image(file.content)
         else:
-            self.file = LocalFile(FileIdentity.of(file))
-            self.use_mmap = options.mmap if _can_map(os.path.dirname(file)) else False
+            self.file = LocalFile.of(file, options.mmap)
             self.id = h5f.open(os.fsencode(file), h5f.ACC_RDONLY)
         if self.id.get_create_plist().get_userblock():
             raise _OtherEncodingError
@@ -240,9 +236,8 @@ class _File:
                     firsts=np.array(firsts, dtype=np.int64),
                     offsets=np.array(offsets, dtype=np.int64),
                     fill=dtype.type(0),
-                    use_mmap=self.use_mmap,
                 )
-        return direct_array(self.file, h5py.Dataset(dataset), label=label, use_mmap=self.use_mmap, is_checked=True)
+        return direct_array(self.file, h5py.Dataset(dataset), label=label, is_checked=True)
 
     def _dataset(self, parent: Any, name: str) -> h5d.DatasetID:
         """Return a dataset whose values lie in this file."""

@@ -29,7 +29,7 @@ from dasksc.storage.arrays import (
     thread_times,
 )
 from dasksc.storage.codecs import Blosc, Chain, Deflate, Zstd, scratch
-from dasksc.storage.files import LocalFile, UseMmap, should_map
+from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
 
 _LARGE_CHUNK_BYTES = 2**20
@@ -83,7 +83,7 @@ class ChunkTable:
 class TableChunks:
     """Chunks of one file, located by a table."""
 
-    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable, *, use_mmap: UseMmap) -> None:
+    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable) -> None:
         if (end := (table.offsets + table.sizes).max(initial=0)) > file.identity.size:
             raise CorruptDataError(
                 f"{file.path} is truncated: a chunk ends at byte {end}, but the file has {file.identity.size} bytes. "
@@ -95,7 +95,6 @@ class TableChunks:
         # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
         self._sizes = table.sizes.astype(np.uint32)
         self._skipped = table.skipped if table.skipped.any() else None
-        self._use_mmap = use_mmap if file.can_map else False
 
     def require_unchanged(self) -> None:
         self._file.require_unchanged()
@@ -104,13 +103,13 @@ class TableChunks:
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         written = offsets >= 0
-        chunks = self._file.ranges(offsets[written], sizes[written], use_mmap=self._use_mmap)
+        chunks = self._file.ranges(offsets[written], sizes[written])
         for is_written, skipped in zip(written.tolist(), skips.tolist(), strict=True):
             yield (next(chunks), skipped) if is_written else (None, 0)
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield all chunks as one group; see `ChunkSource.mapped`."""
-        if not should_map(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
+        if not self._file.is_mapped or (self._skipped is not None and self._skipped[numbers].any()):
             return None
         assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)

@@ -142,7 +142,7 @@ class ConcatenatedMatrix:
         if mapped is None:
             return number
         with mapping_of(self._labels[number]):
-            return mapped.dtypes if mapped.data.is_mapped else number
+            return mapped.dtypes if mapped.file.is_mapped else number
 
     def _fetch_part(self, number: int, rows: NDArray[np.int64], which: NDArray[np.int64]) -> RowBuffer:
         first, last = np.searchsorted(which, [number, number + 1])

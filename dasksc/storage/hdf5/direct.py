@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkTable, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lzf, codec_of_config
-from dasksc.storage.files import LocalFile, UseMmap
+from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.chunk_index import chunk_table
 from dasksc.storage.hdf5.reader import check_item
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -21,7 +21,7 @@ from dasksc.storage.uncompressed import PlainArray
 
 
 def direct_array(
-    file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap, is_checked: bool = False
+    file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, is_checked: bool = False
 ) -> StoredArray:
     """Return a dataset as an array that is read without HDF5; `is_checked` is True if its links have been checked."""
     if isinstance(file, LocalFile) and not is_checked:  # remote files are checked when they are opened
@@ -53,7 +53,7 @@ def direct_array(
             shape=dataset.shape,
             chunk_shape=dataset.chunks,
             chain=chain,
-            source=TableChunks(file, table, use_mmap=use_mmap),
+            source=TableChunks(file, table),
             fill=fill[0],
         )
     if layout == h5py.h5d.CONTIGUOUS:
@@ -73,7 +73,6 @@ def direct_array(
         firsts=firsts,
         offsets=offsets,
         fill=fill[0],
-        use_mmap=use_mmap if file.can_map else False,
     )
 
 

@@ -116,11 +116,11 @@ class Files:
                 yield None
                 continue
             self._check_object(identity)
-            yield index_of(LocalFile(identity))
+            yield index_of(LocalFile(identity, self._use_mmap))
 
     def file(self, at: At, identity: FileIdentity) -> LocalFile:
         """Return a file that `indexed` has read before; recently used files stay open."""
-        file = self._files.pop(at, None) or LocalFile(identity)
+        file = self._files.pop(at, None) or LocalFile(identity, self._use_mmap)
         file.require_unchanged()
         self._files[at] = file
         # A file that is dropped from `_files` stays open while another thread still uses it.
@@ -130,7 +130,7 @@ class Files:
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
         for file, offsets, sizes in groups:
-            yield from file.ranges(offsets, sizes, use_mmap=self._use_mmap)
+            yield from file.ranges(offsets, sizes)
 
     def _path(self, at: At) -> str:
         return f"{self._directory}/{self._layout.key(at)}"
