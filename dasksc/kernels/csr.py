@@ -531,17 +531,6 @@ def squeeze(dense, indptr, indices, data):
 
 
 @kernel
-def narrow(source, out):
-    """Copy column indices into `out`, uint16; return True if all of them fit."""
-    fits = True
-    for i in range(len(source)):
-        value = source[i]
-        fits &= (value >= 0) & (value <= 65535)
-        out[i] = value
-    return fits
-
-
-@kernel
 def count_bytes(values, bits):
     """Return the bytes of the unsigned type that represents `values` exactly: 1, 2, or 0 for neither."""
     # `bits`, their bit patterns, identify -0.0, which equals 0 but which no integer type represents.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from dasksc._compat import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import csr as kernels
 from dasksc.kernels import decoding
 from dasksc.storage import buffers
 from dasksc.storage.arrays import (
@@ -32,7 +30,6 @@ from dasksc.storage.codecs import Blosc, Chain, Deflate, Zstd, scratch
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
 
-_LARGE_CHUNK_BYTES = 2**20
 # Width from which rows of chunks narrower than the array are copied one by one; each needs 100 bytes.
 _LEAST_WIDTH_BYTES = 2**10
 
@@ -133,7 +130,6 @@ class ChunkedArray:
         self.label = label
         self.shape = shape
         self.dtype = chain.dtype.newbyteorder("=")
-        self._is_narrowed = False
         self.chunk_length = chunk_shape[0]
         # Only blocks of chunks of Blosc are decoded.
         self.decoded_length = 0 if chain.codecs == (Blosc(),) else chunk_shape[0]
@@ -141,19 +137,6 @@ class ChunkedArray:
         self._chain = chain
         self._source = source
         self._fill = fill
-
-    def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return this array converted to uint16 if that is possible at no cost, otherwise the array itself."""
-        # Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
-        # rarely requested whole, so their rows are copied in any case, and the copy converts them.
-        stored = self._chain.dtype
-        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES
-        if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
-            return self
-        result = copy.copy(self)
-        result.dtype = np.dtype(np.uint16)
-        result._is_narrowed = True
-        return result
 
     def held_share(self, run: float) -> float:
         return 1.0
@@ -252,10 +235,6 @@ class ChunkedArray:
     def _width(self) -> int:
         return self._chunk_shape[1] if len(self.shape) == 2 else 1
 
-    def _in_place(self, block: NDArray[Any]) -> bool:
-        """Return True if rows of a chunk have the width and data type of rows of `block`."""
-        return block.shape[1] == self._width and bool(block.dtype == self._chain.dtype)
-
     def _fill_block(self, block: NDArray[Any], pieces: _Pieces) -> None:
         """Fill `block` with consecutive pieces, each from one row of the chunk grid."""
         rows, piece_starts, piece_stops = pieces
@@ -270,7 +249,7 @@ class ChunkedArray:
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
         # A chunk that is requested whole is decoded directly into the block.
-        in_place = self._in_place(block)
+        in_place = block.shape[1] == width and block.dtype == self._chain.dtype
         stored = self._source.read(numbers)
         spent = thread_times()
         for i in range(len(numbers)):
@@ -303,11 +282,4 @@ class ChunkedArray:
                     block[begin:end, left:right] = self._fill
             elif place is None or not np.may_share_memory(chunk, place):
                 for first, last, begin, end in wanted:
-                    piece = chunk[first - low : last - low, : right - left]
-                    if not self._is_narrowed:
-                        block[begin:end, left:right] = piece
-                    elif not kernels.narrow(piece.reshape(-1), block[begin:end].reshape(-1)):
-                        rows_at = int(grid_rows[row]) * shape[0]
-                        raise BrokenRunError(
-                            self.label, rows_at + first, rows_at + last, "a column index lies outside [0, 65536)"
-                        )
+                    block[begin:end, left:right] = chunk[first - low : last - low, : right - left]

@@ -23,7 +23,6 @@ from dasksc.storage.arrays import (
     memory_dtype,
     row_bytes,
 )
-from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.files import mapping
@@ -60,7 +59,6 @@ class CSRMatrix:
         self.shape = shape
         self.stored_dtype: np.dtype[Any] = data.dtype
         self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
-        indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
         self.arrays: tuple[StoredArray, StoredArray, StoredArray] = indptr, indices, data
         self._kept_indptr: MemoryArray | None = None
 
