@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from dask.base import tokenize
@@ -15,13 +15,14 @@ from numpy.typing import DTypeLike, NDArray
 from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import RowPointers, memory_dtype, reading
+from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.dtypes import sum_dtype
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
-from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.fetched_rows import Layout, Origins, RowBuffer
 from dasksc.storage.files import LocalFile, advise_mapped, mapping_of
 from dasksc.storage.matrices import CSRMatrix, check_rows
-from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
+from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.uncompressed import PlainArray
 
 # Parts with more runs of rows than this in a fetch are read one by one: a request to read a run ahead takes about a
@@ -241,13 +242,12 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     """Concatenate fetches of one matrix, without copying if they hold the same data types."""
     if len(parts) == 1:
         return parts[0]
-    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
-    origins = [buffer.origins for buffer in rows if buffer.origins is not None]
+    origins = [buffer.origins for buffer in parts if buffer.origins is not None]
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
-    if len({buffer.types for buffer in rows}) == 1:
-        return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
+    first = parts[0]
+    if len({buffer.types for buffer in parts}) == 1:
+        return _concatenated(parts, label=first.label, dtype=first.dtype, origins=joined)
     # The matrix is a concatenation, and the data types of a fetch depend on the parts that it has read.
-    first = rows[0]
     return stack(
         parts,
         label=first.label,
@@ -261,45 +261,42 @@ def stack(
     parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
 ) -> RowBuffer:
     """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied."""
-    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
     if layout == "csr":
-        rows = [_as_csr(buffer) for buffer in rows]
-    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in rows), strict=True)]
-    rows = [
+        parts = [_as_csr(buffer) for buffer in parts]
+    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in parts), strict=True)]
+    parts = [
         buffer if buffer.column_maps is None and list(buffer.types) == held else buffer.converted(*held)
-        for buffer in rows
+        for buffer in parts
     ]
-    return _concatenated(rows, label=label, dtype=dtype, origins=origins)
+    return _concatenated(parts, label=label, dtype=dtype, origins=origins)
 
 
 def _concatenated(
-    parts: Sequence[CSRRowBuffer | DenseRowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+    parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
 ) -> RowBuffer:
     rows = np.concatenate([buffer.rows for buffer in parts])
     n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
-    if isinstance(parts[0], DenseRowBuffer):
-        dense = cast(Sequence[DenseRowBuffer], parts)
-        values = RowPointers.joined([buffer.values for buffer in dense])
+    values, *indices = (RowPointers.joined(own) for own in zip(*(buffer.pointers for buffer in parts), strict=True))
+    if not indices:
         return DenseRowBuffer(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
-    sparse = cast(Sequence[CSRRowBuffer], parts)
     return CSRRowBuffer(
         label=label,
         rows=rows,
         n_vars=n_vars,
         dtype=dtype,
-        lengths=np.concatenate([buffer.lengths for buffer in sparse]),
-        data=RowPointers.joined([buffer.data for buffer in sparse]),
-        indices=RowPointers.joined([buffer.indices for buffer in sparse]),
+        lengths=np.concatenate([buffer.lengths for buffer in parts if isinstance(buffer, CSRRowBuffer)]),
+        data=values,
+        indices=indices[0],
         origins=origins,
     )
 
 
-def _as_csr(buffer: CSRRowBuffer | DenseRowBuffer) -> CSRRowBuffer:
-    if isinstance(buffer, CSRRowBuffer):
+def _as_csr(buffer: RowBuffer) -> RowBuffer:
+    if buffer.layout == "csr":
         return buffer
-    held = buffer.values.dtype if buffer.column_maps is None else None
-    indptr, indices, data = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
-    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))
+    held = buffer.types[0] if buffer.column_maps is None else None
+    block = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
+    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, block)
 
 
 class ReorderedMatrix:
@@ -333,10 +330,7 @@ class ReorderedMatrix:
         order = np.argsort(wanted, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        fetched = self._matrix.fetch(wanted[order])
-        if not isinstance(fetched, CSRRowBuffer | DenseRowBuffer):
-            raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
-        return fetched.reordered(places)
+        return self._matrix.fetch(wanted[order]).reordered(places)
 
     def __repr__(self) -> str:
         return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"

@@ -25,8 +25,9 @@ from dasksc.storage.arrays import (
 )
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
+from dasksc.storage.fetched_rows import Layout
 from dasksc.storage.files import mapping
-from dasksc.storage.matrix import FetchCost, Layout
+from dasksc.storage.matrix import FetchCost
 
 logger = logging.getLogger("dasksc.storage")
 
