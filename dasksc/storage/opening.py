@@ -92,18 +92,19 @@ def matrix_in(file: H5File | ZarrFile, key: str, *, attributes: Mapping[str, Any
 
 def _array_at(file: H5File | ZarrFile, name: str) -> StoredArray:
     """Return an array that is read directly if its layout is supported, otherwise through h5py or zarr-python."""
-    array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
+    label = f"{file.path}:/{name}"
     try:
         if isinstance(file, H5File):
-            return direct_array(file.file, file.root()[name], label=array.label)
+            return direct_array(file.file, file.root()[name], label=label)
         if isinstance(file.path, RemoteLocation):
-            return remote_array(file.path.below(name), label=array.label, cache=file.cache)
+            return remote_array(file.path.below(name), label=label, cache=file.cache)
         if is_zip(file.path):
             raise UnknownLayoutError("it lies in a zip file")
-        return local_array(os.path.join(file.path, name), label=array.label, use_mmap=file.use_mmap)
+        return local_array(os.path.join(file.path, name), label=label, use_mmap=file.use_mmap)
     except UnknownLayoutError as reason:
+        array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
         library = "h5py" if isinstance(file, H5File) else "zarr-python"
-        logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)
+        logger.info("%s is read through %s, which is slower: %s", label, library, reason)
         return array
 
 

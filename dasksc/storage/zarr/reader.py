@@ -23,8 +23,8 @@ from dasksc.storage.files import FileIdentity, UseMmap
 from dasksc.storage.remote.client import ObjectIdentity, pauses
 from dasksc.storage.remote.remote_file import Cache
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import METADATA
 from dasksc.storage.zarr.direct import metadata_of
+from dasksc.storage.zarr.layout import METADATA
 
 T = TypeVar("T")
 
