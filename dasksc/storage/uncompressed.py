@@ -79,29 +79,21 @@ class PlainArray:
         # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
             self.file.require_unchanged()
-            return self._locate_mapped(starts, stops) if self.file.is_mapped else self._locate_read(starts, stops)
-
-    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        assert isinstance(self.file, LocalFile)
-        firsts, offsets = self._firsts, self._offsets
-        source = self.file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
-        return self._inside(
-            source, (firsts, np.append(firsts[1:], self.shape[0]), offsets), starts, stops, held_bytes=0
-        )
-
-    def _locate_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        runs = merge(starts, stops)
-        begins, ends, offsets = self._pieces(*runs)
-        sizes = (ends - begins) * self._row_bytes
-        written = np.flatnonzero(offsets >= 0)
-        order = written[np.argsort(offsets[written], kind="stable")]
-        found = None
-        if self.file.use_mmap == "auto" and len(order):
-            assert isinstance(self.file, LocalFile)
-            found = self.file.read_direct(offsets[order], sizes[order])
-        source, ats = found or self._read_buffered(begins[order], offsets[order], sizes[order], runs)
-        offsets[order] = ats
-        return self._inside(source, (begins, ends, offsets), starts, stops, held_bytes=source.nbytes)
+            if isinstance(self.file, LocalFile) and self.file.is_mapped:
+                source = self.file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
+                extents = self._firsts, np.append(self._firsts[1:], self.shape[0]), self._offsets
+                return self._inside(source, extents, starts, stops, held_bytes=0)
+            runs = merge(starts, stops)
+            begins, ends, offsets = self._pieces(*runs)
+            sizes = (ends - begins) * self._row_bytes
+            written = np.flatnonzero(offsets >= 0)
+            order = written[np.argsort(offsets[written], kind="stable")]
+            found = None
+            if isinstance(self.file, LocalFile) and self.file.use_mmap == "auto" and len(order):
+                found = self.file.read_direct(offsets[order], sizes[order])
+            source, ats = found or self._read_buffered(begins[order], offsets[order], sizes[order], runs)
+            offsets[order] = ats
+            return self._inside(source, (begins, ends, offsets), starts, stops, held_bytes=source.nbytes)
 
     def _read_buffered(
         self,

@@ -24,7 +24,7 @@ from dasksc.storage.files import FileIdentity, LocalFile, UseMmap, can_map, read
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, Cache, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
+from dasksc.storage.zarr.layout import METADATA, At, ZarrLayout, layout_of, tuples
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -36,8 +36,6 @@ _KEPT_BYTES, _ENTRY_BYTES = 2**26, 512
 # Value that a shard's index holds as both offset and size of a chunk that was never written.
 _NEVER = 2**64 - 1
 
-At: TypeAlias = tuple[int, ...]
-"""Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
 
 
@@ -79,7 +77,9 @@ class ObjectCache(Generic[V]):
 
 
 class Files:
-    """Stored objects of an array as files. Reads raise an error if an object has changed since the array was opened."""
+    """Stored objects of an array as files; a `ChunkSource` if each object is a chunk."""
+
+    # Reads raise an error if an object has changed since the array was opened.
 
     # The buffer for one file, which is negligible.
     working_bytes = 0
@@ -119,23 +119,26 @@ class Files:
         if self._folder is not None:
             self._folder.require_unchanged()
 
-    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of each file, None if it is missing, in a buffer that the next file reuses."""
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the bytes of each file in a buffer that the next file reuses; see `ChunkSource.read`."""
         buffer = bytearray()
-        for at in ats:
+        for at in self._layout.places(numbers):
             with self._opened(at) as opened:
                 if opened is None:
-                    yield None
+                    yield None, 0
                     continue
                 number, size = opened
                 if len(buffer) < size:
                     buffer = bytearray(size)
                 n = read_at(number, 0, memoryview(buffer)[:size])
-                yield memoryview(buffer)[:n]
+                yield memoryview(buffer)[:n], 0
 
-    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole objects, memory-mapped, each as one chunk."""
-        for at in ats:
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Return the memory-mapped files, each as one group; None if they cannot be mapped."""
+        return self._mapped(numbers) if self.can_map else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for at in self._layout.places(numbers):
             with self._opened(at) as opened:
                 if opened is None:
                     yield _NOTHING
@@ -253,16 +256,19 @@ class StoreObjects:
         self._seen = ObjectCache[ObjectIdentity]()
 
     def require_unchanged(self) -> None:
-        """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
+        """Do nothing, since `read` and `indexed` check the array while they wait for objects."""
 
-    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of whole objects; later ones are requested ahead."""
+        n_bytes = math.prod(self._layout.chunk_shape) * self._layout.chain.dtype.itemsize
         # Maximum size of a stored object: no codec encodes a chunk to more bytes than this.
         longest = 2 * n_bytes + 2**16
-        yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
+        calls = [(partial(self._content, at, longest=longest), n_bytes) for at in self._layout.places(numbers)]
+        for data in self._checked(calls):
+            yield data, 0
 
-    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        raise NotImplementedError
+    def mapped(self, numbers: NDArray[np.int64]) -> None:
+        """Return None; see `ChunkSource.mapped`."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
         def indexed(at: At) -> T | None:
@@ -317,31 +323,9 @@ def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> Chunke
         shape=layout.shape,
         chunk_shape=layout.chunk_shape,
         chain=layout.chain,
-        source=(_Chunks if layout.shard_shape is None else _Shards)(objects, layout),
+        source=objects if layout.shard_shape is None else _Shards(objects, layout),
         fill=layout.fill,
     )
-
-
-class _Chunks:
-    """Chunks stored as one object each; a `ChunkSource`."""
-
-    def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
-        self.working_bytes = objects.working_bytes
-        self._objects = objects
-        self._grid = layout.grid
-        self._n_bytes = math.prod(layout.chunk_shape) * layout.chain.dtype.itemsize
-
-    def require_unchanged(self) -> None:
-        self._objects.require_unchanged()
-
-    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        for data in self._objects.contents(_tuples(np.unravel_index(numbers, self._grid)), n_bytes=self._n_bytes):
-            yield data, 0
-
-    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        if not self._objects.can_map:
-            return None
-        return self._objects.mapped(_tuples(np.unravel_index(numbers, self._grid)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -351,14 +335,18 @@ class _Shard:
     sizes: NDArray[np.int64]
 
 
-class _Shards(_Chunks):
+class _Shards:
     """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
-        super().__init__(objects, layout)
+        self.working_bytes = objects.working_bytes
+        self._objects = objects
         self._layout = layout
         # State of each shard when this process first read it; (None,) if it did not exist.
         self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
+
+    def require_unchanged(self) -> None:
+        self._objects.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         shards = list(self._ranges(numbers))
@@ -390,7 +378,7 @@ class _Shards(_Chunks):
         shard_at = at // per_shard
         within = np.ravel_multi_index(tuple(at % per_shard), self._layout.per_shard)
         firsts = np.append(True, (shard_at[:, 1:] != shard_at[:, :-1]).any(axis=0)).nonzero()[0][: len(numbers)]
-        of_runs = _tuples(shard_at[:, firsts])
+        of_runs = tuples(shard_at[:, firsts])
         shards = self._shards(of_runs)
         for one, chunks in zip(of_runs, np.split(within, firsts)[1:], strict=True):
             shard = shards[one]
@@ -435,7 +423,3 @@ class _Shards(_Chunks):
                 "or upload it again."
             )
         return _Shard(identity=identity, offsets=ranges[:, 0].copy(), sizes=ranges[:, 1].copy())
-
-
-def _tuples(axes: Any) -> list[At]:
-    return list(zip(*(axis.tolist() for axis in axes), strict=True))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.codecs import Chain, Codec, codec_of_config
@@ -16,6 +17,15 @@ _NUMBERS = frozenset(
 )
 # Names of the objects with the metadata of an array, for Zarr v3 and v2.
 METADATA = ("zarr.json", ".zarray")
+
+
+At: TypeAlias = tuple[int, ...]
+"""Indices of an object in the grid of objects, one per axis."""
+
+
+def tuples(axes: Any) -> list[At]:
+    """Return the grid indices of objects from an array of indices for each axis."""
+    return list(zip(*(axis.tolist() for axis in axes), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +63,11 @@ class ZarrLayout:
         shard_shape = self.shard_shape or self.chunk_shape
         return tuple(shard // chunk for shard, chunk in zip(shard_shape, self.chunk_shape, strict=True))
 
-    def key(self, at: tuple[int, ...]) -> str:
+    def places(self, numbers: NDArray[np.int64]) -> list[At]:
+        """Return the grid indices of chunks from their row-major numbers."""
+        return tuples(np.unravel_index(numbers, self.grid))
+
+    def key(self, at: At) -> str:
         """Return the key of the object with these grid indices, relative to the array."""
         return f"{self.prefix}{self.separator.join(map(str, at))}"
 
