@@ -306,7 +306,6 @@ class ReorderedMatrix:
         if len(rows) and (rows.min() < 0 or rows.max() >= matrix.shape[0]):
             raise InputError(f"{matrix.label}: rows must lie in [0, {matrix.shape[0]})")
         self.parts = (matrix,)
-        self._matrix = matrix
         self._rows = rows
         self.shape = len(rows), matrix.shape[1]
         self.label = matrix.label
@@ -316,24 +315,26 @@ class ReorderedMatrix:
 
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
-        return self._matrix.n_missing(columns) if isinstance(self._matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
+        return (
+            self.parts[0].n_missing(columns) if isinstance(self.parts[0], ConcatenatedMatrix | ReorderedMatrix) else 0
+        )
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes, equal to that of the underlying matrix."""
-        return self._matrix.cost
+        return self.parts[0].cost
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
         if not np.any(wanted[1:] < wanted[:-1]):
-            return self._matrix.fetch(wanted)
+            return self.parts[0].fetch(wanted)
         order = np.argsort(wanted, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return self._matrix.fetch(wanted[order]).reordered(places)
+        return self.parts[0].fetch(wanted[order]).reordered(places)
 
     def __repr__(self) -> str:
-        return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"
+        return f"<ReorderedMatrix {self.shape[0]} rows of {self.parts[0]!r}>"
 
 
 def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
@@ -355,7 +356,6 @@ class SummedMatrix:
 
     def __init__(self, matrix: Matrix, columns: Columns) -> None:
         self.parts = (matrix,)
-        self._matrix = matrix
         self._columns = columns
         self.shape = matrix.shape[0], len(columns)
         self.label = matrix.label
@@ -367,8 +367,8 @@ class SummedMatrix:
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes: that of the underlying matrix, and the computed rows."""
-        cost = self._matrix.cost
-        widening = max(1, self.stored_dtype.itemsize // memory_dtype(self._matrix.stored_dtype).itemsize)
+        cost = self.parts[0].cost
+        widening = max(1, self.stored_dtype.itemsize // memory_dtype(self.parts[0].stored_dtype).itemsize)
         dense = len(self._columns) * memory_dtype(self.stored_dtype).itemsize
         row = dense if self.layout == "dense" else widening * cost.row
         return FetchCost(
@@ -382,7 +382,7 @@ class SummedMatrix:
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
-        fetched = self._matrix.fetch(rows)
+        fetched = self.parts[0].fetch(rows)
         every = np.arange(len(rows), dtype=np.int64)
         held = memory_dtype(self.stored_dtype)
         if self.layout == "csr":
@@ -393,4 +393,4 @@ class SummedMatrix:
         return DenseRowBuffer.of_block(self.label, rows, self.dtype, out)
 
     def __repr__(self) -> str:
-        return f"<SummedMatrix {self.shape[1]} columns of {self._matrix!r}>"
+        return f"<SummedMatrix {self.shape[1]} columns of {self.parts[0]!r}>"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,6 @@ from dasksc.storage.arrays import (
     BrokenRunError,
     MemoryArray,
     StoredArray,
-    chunk_length,
-    decoded_length,
     memory_dtype,
     row_bytes,
 )
@@ -76,18 +76,16 @@ class CSRMatrix:
             working=2 * _ROW_BYTES,
             fixed=max(array.working_bytes for array in self.arrays),
             kept=offsets if offsets <= _INDPTR_KEPT_BYTES else 0,
-            chunk_rows=max(map(chunk_length, of_values)) / max(1.0, mean),
-            decoded_rows=max(map(decoded_length, of_values)) / max(1.0, mean),
+            chunk_rows=max(array.chunk_length for array in of_values) / max(1.0, mean),
+            decoded_rows=max(array.decoded_length for array in of_values) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
         _, indices, data = self.arrays
-        try:
+        with _naming_rows(rows, starts, stops):
             data_runs, index_runs = data.locate(starts, stops), indices.locate(starts, stops)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
@@ -108,7 +106,7 @@ class CSRMatrix:
         """Return the validated start and stop of each row in `data` and `indices`."""
         stored, _, data = self.arrays
         indptr: StoredArray = self._kept_indptr or stored
-        try:
+        with _naming_rows(rows, rows, rows + 2):
             n_bytes = stored.shape[0] * stored.dtype.itemsize
             if not isinstance(indptr, MemoryArray) and n_bytes <= _INDPTR_KEPT_BYTES:
                 indptr = self._kept_indptr = _read_whole(stored)
@@ -116,8 +114,6 @@ class CSRMatrix:
             # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
         starts = np.ascontiguousarray(pairs[:, 0])
         stops = np.ascontiguousarray(pairs[:, 1])
@@ -155,16 +151,14 @@ class DenseMatrix:
             row=max(1, stride),
             held=_ROW_BYTES + stride * values.held_share(1),
             fixed=values.working_bytes,
-            chunk_rows=chunk_length(values),
-            decoded_rows=decoded_length(values),
+            chunk_rows=values.chunk_length,
+            decoded_rows=values.decoded_length,
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
-        try:
+        with _naming_rows(rows, rows, rows + 1):
             values = self.arrays[0].locate(rows, rows + 1)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
@@ -271,17 +265,22 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def _unreadable(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
-    """Return the error to raise for a run that cannot be read and that contains `rows`."""
-    # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
-    cause = error.__cause__
-    kind = StorageError if type(cause) is StorageError else CorruptDataError
-    first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
-    which = f"row {first}" if first == last else f"rows {first} to {last}"
-    # No remedy is added if the cause is an `OSError`. This includes `StorageError`, whose message already states a
-    # remedy.
-    remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
-    return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
+@contextmanager
+def _naming_rows(rows: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Iterator[None]:
+    """Raise an error that names `rows`, whose runs are ``[starts[i], stops[i])``, for a run that cannot be read."""
+    try:
+        yield
+    except BrokenRunError as error:
+        # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
+        cause = error.__cause__
+        kind = StorageError if type(cause) is StorageError else CorruptDataError
+        broken = rows[(stops > error.start) & (starts < error.stop)]
+        first, last = (broken[0], broken[-1]) if len(broken) else (error.start, error.stop - 1)
+        which = f"row {first}" if first == last else f"rows {first} to {last}"
+        # No remedy is added if the cause is an `OSError`. This includes `StorageError`, whose message already states a
+        # remedy.
+        remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
+        raise kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}") from error
 
 
 def _read_whole(array: StoredArray) -> MemoryArray:

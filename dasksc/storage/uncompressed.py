@@ -22,6 +22,8 @@ class PlainArray:
     # holds its byte offset in the file, or -1 for an extent that was never written. If the file is memory-mapped, only
     # runs that cross extents are copied. Otherwise the requested rows are read.
 
+    chunk_length = decoded_length = 0
+
     def __init__(
         self,
         *,
