@@ -29,7 +29,7 @@ from dasksc.readers.tables import (
     read_table,
     table_of_records,
 )
-from dasksc.storage import Matrix, RemoteLocation, is_url, open_matrix
+from dasksc.storage import RemoteLocation, is_url, open_matrix
 from dasksc.storage.hdf5.reader import H5File, check_item
 from dasksc.storage.opening import matrix_in
 from dasksc.storage.remote.urls import ZARR_MARKERS
@@ -90,7 +90,13 @@ class AnnDataStore(Store):
         stored = self._stored(key)
         if isinstance(stored, np.ndarray) or not is_lazy_matrix(stored):
             return self._read(key, stored)
-        return self._open(stored)
+        path = self._path
+        if isinstance(path, str) and isinstance(stored, h5py.HLObject):
+            check_item(stored, path)
+            holder = str(stored.file.filename)
+            if holder != path:  # a link leads to another file
+                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=self._options.mmap)
+        return matrix_in(self._file, stored.name)
 
     def value(self, key: str) -> Any:
         if key != "uns":
@@ -137,15 +143,6 @@ class AnnDataStore(Store):
             return self._root.get(f"raw.{name}")
         raw = self._root["raw"]
         return raw[name] if not _is_null(raw) and name in raw else None
-
-    def _open(self, stored: Any) -> Matrix:
-        path = self._path
-        if isinstance(path, str) and isinstance(stored, h5py.HLObject):
-            check_item(stored, path)
-            holder = str(stored.file.filename)
-            if holder != path:  # a link leads to another file
-                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=self._options.mmap)
-        return matrix_in(self._file, stored.name)
 
     def _read(self, key: str, stored: Any) -> Any:
         if isinstance(stored, np.ndarray):
