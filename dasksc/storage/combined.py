@@ -13,7 +13,6 @@ from dask.base import tokenize
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
-from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import RowPointers, memory_dtype, reading
 from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.dtypes import sum_dtype
@@ -21,7 +20,7 @@ from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Layout, Origins, RowBuffer
 from dasksc.storage.files import LocalFile, advise_mapped, mapping_of
-from dasksc.storage.matrices import CSRMatrix, check_rows
+from dasksc.storage.matrices import CSRMatrix, check_rows, row_bounds
 from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.uncompressed import PlainArray
 
@@ -153,25 +152,40 @@ class ConcatenatedMatrix:
     def _fetch_together(
         self, members: list[int], rows: NDArray[np.int64], which: NDArray[np.int64]
     ) -> CSRRowBuffer | None:
-        """Fetch the rows of parts of the same kind; return None if these must be read one by one."""
+        """Fetch the rows of parts of the same kind; return None if these must be read one by one, or report errors."""
         first, last = np.searchsorted(which, [members[0], members[-1] + 1])
         which = which[first:last]
         rows = rows[first:last] - self._begins[which]
+        of = np.searchsorted(members, which)
         parts = [mapped for mapped in (self._mapped[number] for number in members) if mapped is not None]
-        found = _locate_mapped(parts, np.searchsorted(members, which), rows)
-        if found is None:
-            return None
-        lengths, indices, data = found
-        return CSRRowBuffer(
-            label=self.label,
-            rows=rows,
-            n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
-            dtype=parts[0].dtypes[-1],
-            lengths=lengths,
-            data=data,
-            indices=indices,
-            origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
-        )
+        with reading():
+            for part in parts:
+                part.file.require_unchanged()
+            memories = [part.file.mapped() for part in parts]
+            bases = np.array([part.offsets for part in parts]).T[:, of]
+            n_values = np.array([part.data.shape[0] for part in parts])[of]
+
+            def inside(array: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> RowPointers:
+                dtype = parts[0].dtypes[array]
+                offsets, sizes = bases[array] + starts * dtype.itemsize, lengths * dtype.itemsize
+                found = RowPointers.inside(memories, dtype=dtype, which=of, offsets=offsets, sizes=sizes, held_bytes=0)
+                advise_mapped(found.at, sizes)
+                return found
+
+            is_later = (rows[1:] > rows[:-1]) & (of[1:] == of[:-1])
+            starts, stops, wrong = row_bounds(inside(0, rows, np.full(len(rows), 2)), n_values, is_later)
+            if wrong.any():
+                return None
+            return CSRRowBuffer(
+                label=self.label,
+                rows=rows,
+                n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
+                dtype=parts[0].dtypes[-1],
+                lengths=stops - starts,
+                indices=inside(1, starts, stops - starts),
+                data=inside(2, starts, stops - starts),
+                origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
+            )
 
     def __dask_tokenize__(self) -> object:
         # Dask pickles what it hashes, so the parts are hashed one by one.
@@ -207,35 +221,6 @@ class MappedCSR:
             offsets=tuple(offset for _, offset in places),
             dtypes=(*(array.dtype for array in plain), matrix.dtype),
         )
-
-
-def _locate_mapped(
-    parts: Sequence[MappedCSR], which: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], RowPointers, RowPointers] | None:
-    """Return lengths and addresses of row ``rows[i]`` of ``parts[which[i]]``; None if `CSRMatrix.fetch` must report."""
-    with reading():
-        for part in parts:
-            part.file.require_unchanged()
-        memories = [part.file.mapped() for part in parts]
-        bases = np.array([part.offsets for part in parts]).T[:, which]
-        n_values = np.array([part.data.shape[0] for part in parts])[which]
-
-        def inside(array: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> RowPointers:
-            dtype = parts[0].dtypes[array]
-            offsets, sizes = bases[array] + starts * dtype.itemsize, lengths * dtype.itemsize
-            found = RowPointers.inside(memories, dtype=dtype, which=which, offsets=offsets, sizes=sizes, held_bytes=0)
-            advise_mapped(found.at, sizes)
-            return found
-
-        indptr = inside(0, rows, np.full(len(rows), 2))
-        bounds = np.empty((len(rows), 2), dtype=np.int64)
-        kernels.copy_rows(np.arange(len(rows)), indptr.at, bounds, indptr.like)
-        starts, stops = bounds.T
-        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
-        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1]) & (which[1:] == which[:-1])
-        if wrong.any():
-            return None
-        return stops - starts, inside(1, starts, stops - starts), inside(2, starts, stops - starts)
 
 
 def join(parts: Sequence[RowBuffer]) -> RowBuffer:

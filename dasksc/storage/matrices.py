@@ -19,6 +19,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import (
     BrokenRunError,
     MemoryArray,
+    RowPointers,
     StoredArray,
     memory_dtype,
     row_bytes,
@@ -110,16 +111,11 @@ class CSRMatrix:
             n_bytes = stored.shape[0] * stored.dtype.itemsize
             if not isinstance(indptr, MemoryArray) and n_bytes <= _INDPTR_KEPT_BYTES:
                 indptr = self._kept_indptr = _read_whole(stored)
-            pairs = np.empty((len(rows), 2), dtype=np.int64)
             # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
-        kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
-        starts = np.ascontiguousarray(pairs[:, 0])
-        stops = np.ascontiguousarray(pairs[:, 1])
         n_values = data.shape[0]
-        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
-        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1])
+        starts, stops, wrong = row_bounds(reached, n_values, rows[1:] > rows[:-1])
         if wrong.any():
             i = int(np.argmax(wrong))
             raise CorruptDataError(
@@ -127,6 +123,19 @@ class CSRMatrix:
                 f"must lie between 0 and the number of stored values, {n_values}. {_REWRITE}"
             )
         return starts, stops
+
+
+def row_bounds(
+    indptr: RowPointers, n_values: NDArray[np.int64] | int, is_later: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the start and stop of rows from pairs of offsets, and a mask of the impossible ones."""
+    # `is_later[i]` is True if row i + 1 lies behind row i in the same matrix.
+    pairs = np.empty((len(indptr.at), 2), dtype=np.int64)
+    kernels.copy_rows(np.arange(len(pairs)), indptr.at, pairs, indptr.like)
+    starts, stops = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    wrong = (starts < 0) | (stops < starts) | (stops > n_values)
+    wrong[1:] |= (starts[1:] < stops[:-1]) & is_later
+    return starts, stops, wrong
 
 
 class DenseMatrix:
