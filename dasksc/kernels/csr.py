@@ -531,17 +531,6 @@ def squeeze(dense, indptr, indices, data):
 
 
 @kernel
-def narrow(source, out):
-    """Copy column indices into `out`, uint16; return True if all of them fit."""
-    fits = True
-    for i in range(len(source)):
-        value = source[i]
-        fits &= (value >= 0) & (value <= 65535)
-        out[i] = value
-    return fits
-
-
-@kernel
 def count_bytes(values, bits):
     """Return the bytes of the unsigned type that represents `values` exactly: 1, 2, or 0 for neither."""
     # `bits`, their bit patterns, identify -0.0, which equals 0 but which no integer type represents.
@@ -569,19 +558,6 @@ def has_infinity(bits, infinity):
     for i in range(len(bits)):
         found |= np.uint16((bits[i] & _SIZE_BITS) == infinity)
     return found != 0
-
-
-@kernel
-def exceeds(positions, lengths, rows_at, n_bits, is_signed, like):
-    """Return True if a value in any of the rows at `positions` has more than `n_bits` bits."""
-    # `like` has the type int64, also for uint64 values; then `is_signed` is 0, otherwise -1.
-    found = np.int64(0)
-    for i in range(len(positions)):
-        row = positions[i]
-        for k in range(lengths[row]):
-            value = load(rows_at[row], k, like)
-            found |= value ^ ((value >> np.int64(63)) & is_signed)
-    return (np.uint64(found) >> np.uint64(n_bits)) != 0
 
 
 @kernel

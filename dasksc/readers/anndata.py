@@ -29,7 +29,7 @@ from dasksc.readers.tables import (
     read_table,
     table_of_records,
 )
-from dasksc.storage import Matrix, RemoteLocation, is_url, open_matrix
+from dasksc.storage import RemoteLocation, is_url, open_matrix
 from dasksc.storage.hdf5.reader import H5File, check_item
 from dasksc.storage.opening import matrix_in
 from dasksc.storage.remote.urls import ZARR_MARKERS
@@ -83,14 +83,20 @@ class AnnDataStore(Store):
             tables, _ = self._old
             table = tables[name] if name in tables else table_of_records(stored)
             return table.copy(deep=False)
-        return read_table(stored, columns, self._path, has_names=has_names, mmap=self._options.mmap)
+        return read_table(stored, columns, has_names=has_names)
 
     def matrix(self, key: str) -> Any:
         """Open a matrix; read an element that is not a numeric matrix."""
         stored = self._stored(key)
         if isinstance(stored, np.ndarray) or not is_lazy_matrix(stored):
             return self._read(key, stored)
-        return self._open(stored)
+        path = self._path
+        if isinstance(path, str) and isinstance(stored, h5py.HLObject):
+            check_item(stored, path)
+            holder = str(stored.file.filename)
+            if holder != path:  # a link leads to another file
+                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=self._options.mmap)
+        return matrix_in(self._file, stored.name)
 
     def value(self, key: str) -> Any:
         if key != "uns":
@@ -100,13 +106,13 @@ class AnnDataStore(Store):
 
     def names(self) -> Iterator[Sequence[str]]:
         """Read the names of the cells in pieces, if their encoding allows it."""
-        pieces = stored_names(self._root["obs"], self._path)
+        pieces = stored_names(self._root["obs"])
         return names_in_pieces(self._table("obs", [], has_names=True).index) if pieces is None else pieces
 
     def names_type(self) -> tuple[str | None, Any] | None:
         """Return the type of the index of obs, if the names can be read in pieces."""
         stored = self._root["obs"]
-        found = stored_names_type(stored, self._path)
+        found = stored_names_type(stored)
         if found is not None:
             self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
         return found
@@ -137,15 +143,6 @@ class AnnDataStore(Store):
             return self._root.get(f"raw.{name}")
         raw = self._root["raw"]
         return raw[name] if not _is_null(raw) and name in raw else None
-
-    def _open(self, stored: Any) -> Matrix:
-        options, path = self._options, self._path
-        if isinstance(path, str) and isinstance(stored, h5py.HLObject):
-            check_item(stored, path)
-            holder = str(stored.file.filename)
-            if holder != path:  # a link leads to another file
-                return open_matrix(os.path.abspath(holder), stored.name, use_mmap=options.mmap)
-        return matrix_in(self._file, stored.name, use_mmap=options.mmap, cache=options.cache_of(path))
 
     def _read(self, key: str, stored: Any) -> Any:
         if isinstance(stored, np.ndarray):

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.readers.options import OpenOptions
-from dasksc.storage import Matrix, as_matrix, open_matrix
+from dasksc.storage import Layout, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.fetched_csr import CSRBlock, CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
-from dasksc.storage.matrix import Layout, RowBuffer
 
 Block = CSRBlock | NDArray[Any]
 

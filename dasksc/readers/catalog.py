@@ -101,7 +101,8 @@ class _CatalogStore(AnnDataStore):
         for path, member, size, etag, modified in zip(*(table[name].tolist() for name in table), strict=True):
             if not is_url(path):
                 path = os.path.normpath(os.path.join(folder, path))
-                file = LocalFile(FileIdentity(path=path, size=size, mtime_ns=int(modified)))
+                use_mmap = options.mmap if can_map(os.path.dirname(path)) else False
+                file = LocalFile(FileIdentity(path=path, size=size, mtime_ns=int(modified)), use_mmap)
                 found.append(file)
                 recorded.append((None, file.identity))
                 continue
@@ -173,7 +174,7 @@ class _UnopenedMatrix:
         """Open the matrix, whose file must not have changed since it was indexed."""
         file, options = self._file, self._options
         if isinstance(file, RemoteFile):
-            return matrix_in(H5File(file), self._key, use_mmap=options.mmap)
+            return matrix_in(H5File(file), self._key)
         if isinstance(file, RemoteLocation):
             return open_matrix(file, self._key, cache=options.cache_of(file))
         file.require_unchanged()
@@ -259,7 +260,6 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
     table = read_elem(group["parts"])
     extents = read_elem(group["extents"])
     begins = np.searchsorted(extents[0], np.arange(len(table) + 1))
-    may_map = lru_cache(can_map)
 
     def matrix_of(row: Any) -> Matrix:
         dtype, stored = np.dtype(row.computed), np.dtype(row.stored)
@@ -272,7 +272,6 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
                 file, row.key, shape=shape, layout=row.layout, dtypes=(dtype, stored), cost=cost, options=options
             )
         label = f"{file.path}:/{row.key}"
-        use_mmap = options.mmap if isinstance(file, LocalFile) and may_map(os.path.dirname(file.path)) else False
         _, which, firsts, offsets = extents[:, begins[row.Index] : begins[row.Index + 1]]
 
         def array(at: int, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PlainArray:
@@ -284,7 +283,6 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
                 firsts=firsts[which == at],
                 offsets=offsets[which == at],
                 fill=dtype.type(0),
-                use_mmap=use_mmap,
             )
 
         if row.layout == "dense":

@@ -85,14 +85,7 @@ class CellRangerStore(Store):
         return pd.DataFrame({column: one[()].astype(bool) for column, one in kept.items()}, index, columns=list(kept))
 
     def matrix(self, key: str) -> Matrix:
-        attributes = self._csr_attributes()
-        matrix = matrix_in(
-            self._file,
-            self._name,
-            use_mmap=self._options.mmap,
-            cache=self._options.cache_of(self._path),
-            attributes=attributes,
-        )
+        matrix = matrix_in(self._file, self._name, attributes=self._csr_attributes())
         if matrix.shape[1] != len(self._genes):
             raise CorruptDataError(
                 f"{matrix.label} has {matrix.shape[1]} columns, but there are {len(self._genes)} features. {_AGAIN}"
@@ -179,9 +172,7 @@ class CellRangerStore(Store):
             return np.asarray(stored[()])
         if h5py.check_string_dtype(stored.dtype) is None:
             return np.asarray(stored[()]).astype(str).astype(object)
-        if stored.dtype.kind == "O":
-            return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
-        return np.asarray(stored.asstr("utf-8")[()], dtype=object)
+        return np.asarray(read_names(stored) if stored.dtype.kind == "O" else stored.asstr("utf-8")[()], dtype=object)
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""

@@ -54,7 +54,7 @@ class ParquetStore(Store):
         if isinstance(path, RemoteLocation):
             self._file: LocalFile | RemoteFile = RemoteFile.of(path, cache=options.cache_of(path))
         else:
-            self._file = LocalFile(FileIdentity.of(path))
+            self._file = LocalFile.of(path)
         self._parquet = _opened(self._file)
         self._schema = self._parquet.schema_arrow
         for option in ("genes", "expressions"):

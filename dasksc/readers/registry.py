@@ -48,7 +48,7 @@ class Hdf5Reader(Reader):
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
         """Open a file; its links are checked here, once for all elements."""
-        file = hdf5_file(path, cache=options.cache_of(path))
+        file = hdf5_file(path, use_mmap=options.mmap, cache=options.cache_of(path))
         try:
             root = file.root()
             if isinstance(path, str):  # remote files are checked when they are opened
@@ -74,7 +74,7 @@ class ZarrReader(Reader):
         return is_zip(path) or any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
-        file = ZarrFile(path)
+        file = ZarrFile(path, use_mmap=options.mmap, cache=options.cache_of(path))
         root = file.root()
         return (MuDataStore if MuDataStore.holds(root) else AnnDataStore)(path, file, root, options)
 

@@ -1,14 +1,13 @@
 """Opening of ``.h5ad`` files as parts of a large atlas: few calls of HDF5, for the usual encodings only.
 
-Lists of genes and categories that an earlier file had are recognised by a digest of their bytes, without creating
-strings. The result equals that of `AnnDataStore`, to which files with other encodings are left.
+Lists of genes and categories that an earlier file had are recognised by a digest of their bytes, without decoding
+them. The result equals that of `AnnDataStore`, to which files with other encodings are left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,10 +26,10 @@ from dasksc.errors import DaskscError
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
-from dasksc.storage import Matrix, UseMmap
+from dasksc.storage import Matrix
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.files import FileIdentity, LocalFile, can_map
-from dasksc.storage.hdf5.direct import direct_array, packed_strings, split_strings
+from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5.direct import direct_array
 from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -40,8 +39,6 @@ from dasksc.storage.uncompressed import PlainArray
 _MOST_ROWS = 2**22
 _GROUPS = ("layers", "obsm")
 
-# A folder is on one file system, unless its files are links.
-_can_map = lru_cache(can_map)
 _nameless = lru_cache(nameless_index)
 _type_of = lru_cache(partial(h5t.py_create, logical=True))
 _type_of_names = lru_cache(dtype_of_nullable)
@@ -93,22 +90,15 @@ def blocks_ahead(file: RemoteFile, obs: Sequence[str] | None, options: OpenOptio
 class _File:
     def __init__(self, file: str | RemoteFile, options: OpenOptions, reader: BlockReader | None = None) -> None:
         self.options = options
-        self.bytes: NDArray[np.uint8] | None = None
         if isinstance(file, RemoteFile):
             self.file: LocalFile | RemoteFile = file
-            self.use_mmap: UseMmap = False
             if file.content is None:
                 self.id = h5py.File(reader or BlockReader(file), "r").id
             else:
-                self.bytes = np.frombuffer(file.content, dtype=np.uint8)
                 self.id = h5f.open_file_image(file.content)
         else:
-            self.file = LocalFile(FileIdentity.of(file))
-            self.use_mmap = options.mmap if _can_map(os.path.dirname(file)) else False
+            self.file = LocalFile.of(file, options.mmap)
             self.id = h5f.open(os.fsencode(file), h5f.ACC_RDONLY)
-            if self.use_mmap is not False:
-                with open(file, "rb") as opened:
-                    self.bytes = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         if self.id.get_create_plist().get_userblock():
             raise _OtherEncodingError
 
@@ -146,7 +136,7 @@ class _File:
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
         n = _length(names)
-        index = pd.Index(_texts(*self._packed(names)), dtype=dtype) if self.options.has_names else _nameless(n)
+        index = pd.Index(_texts(_strings(names)), dtype=dtype) if self.options.has_names else _nameless(n)
         if index_key != "_index" and self.options.has_names:
             index = index.rename(index_key)
         if not columns:
@@ -159,11 +149,11 @@ class _File:
         if index_key not in _members(table):
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
-        packed, sizes = self._packed(names)
-        key = (_digest(packed, sizes), index_key, dtype)
+        held = _strings(names)
+        key = (_digest(held), index_key, dtype)
         known = _genes.get(key)
         if known is None:
-            index = pd.Index(_texts(packed, sizes), dtype=dtype, name=None if index_key == "_index" else index_key)
+            index = pd.Index(_texts(held), dtype=dtype, name=None if index_key == "_index" else index_key)
             known = _genes[key] = pd.DataFrame(index=index, columns=[])
         return known
 
@@ -198,25 +188,12 @@ class _File:
     def _categories(self, values: h5d.DatasetID, *, is_ordered: bool) -> pd.CategoricalDtype:
         if values.dtype.kind != "O":
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
-        packed, sizes = self._packed(values)
-        digest = _digest(packed, sizes)
+        held = _strings(values)
+        digest = _digest(held)
         known = _categories.get(digest)
         if known is None:
-            known = _categories[digest] = pd.CategoricalDtype(_texts(packed, sizes)).categories
+            known = _categories[digest] = pd.CategoricalDtype(_texts(held)).categories
         return pd.CategoricalDtype(known, ordered=is_ordered)
-
-    def _packed(self, strings: h5d.DatasetID) -> tuple[bytes, NDArray[np.int64]]:
-        """Return strings, concatenated, and their sizes in bytes."""
-        kind = h5py.check_string_dtype(strings.dtype)
-        if kind is None or kind.length is not None:
-            raise _OtherEncodingError
-        n, offset = _length(strings), strings.get_offset()
-        if self.bytes is not None and offset is not None and strings.get_storage_size() == 16 * n:
-            found = packed_strings(self.bytes, offset, n)
-            if found is not None:
-                return found
-        raw = _read(strings)
-        return b"".join(raw), np.fromiter(map(len, raw), dtype=np.int64, count=n)
 
     def _matrix(self, key: str) -> Matrix:
         label = f"{self.file.path}:/{key}"
@@ -259,9 +236,8 @@ class _File:
                     firsts=np.array(firsts, dtype=np.int64),
                     offsets=np.array(offsets, dtype=np.int64),
                     fill=dtype.type(0),
-                    use_mmap=self.use_mmap,
                 )
-        return direct_array(self.file, h5py.Dataset(dataset), label=label, use_mmap=self.use_mmap, is_checked=True)
+        return direct_array(self.file, h5py.Dataset(dataset), label=label, is_checked=True)
 
     def _dataset(self, parent: Any, name: str) -> h5d.DatasetID:
         """Return a dataset whose values lie in this file."""
@@ -316,9 +292,19 @@ def _read(dataset: h5d.DatasetID) -> NDArray[Any]:
     return values
 
 
-def _digest(packed: bytes, sizes: NDArray[np.int64]) -> bytes:
-    return hashlib.blake2b(sizes.tobytes() + packed, digest_size=16).digest()
+def _strings(dataset: h5d.DatasetID) -> NDArray[Any]:
+    """Read strings as bytes."""
+    kind = h5py.check_string_dtype(dataset.dtype)
+    if kind is None or kind.length is not None:
+        raise _OtherEncodingError
+    _length(dataset)
+    return _read(dataset)
 
 
-def _texts(packed: bytes, sizes: NDArray[np.int64]) -> NDArray[Any]:
-    return np.array(split_strings(packed, sizes), dtype=object)
+def _digest(strings: NDArray[Any]) -> bytes:
+    sizes = np.fromiter(map(len, strings), dtype=np.int64, count=len(strings))
+    return hashlib.blake2b(sizes.tobytes() + b"".join(strings), digest_size=16).digest()
+
+
+def _texts(strings: NDArray[Any]) -> NDArray[Any]:
+    return np.array([one.decode("utf-8", "surrogateescape") for one in strings], dtype=object)

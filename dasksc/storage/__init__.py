@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dasksc.storage.arrays import caused_by_data
+from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.combined import AbsentMatrix, ConcatenatedMatrix, ReorderedMatrix, SummedMatrix, join, part_costs
 from dasksc.storage.dtypes import BFLOAT16
+from dasksc.storage.fetched_rows import Layout, RowBuffer
 from dasksc.storage.files import UseMmap, mapping, mapping_of
-from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
+from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix
 from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.remote_file import Cache

@@ -70,6 +70,14 @@ class StoredArray(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """Data type of the elements as stored, in native byte order."""
 
+    @property
+    def chunk_length(self) -> int:
+        """Length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one."""
+
+    @property
+    def decoded_length(self) -> int:
+        """The same, but 0 if parts of chunks can be decoded alone."""
+
     def held_share(self, run: float) -> float:
         """Return the anonymous memory that a fetch holds, as a fraction of its runs of mean length `run`."""
 
@@ -151,8 +159,7 @@ def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
     """Return the data type for computation on values of a stored type."""
     # It is floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which SciPy
-    # does not support. It represents values of up to 32 bits exactly. Gathering a row raises an error if it has a
-    # 64-bit integer that float64 rounds.
+    # does not support. It represents values of up to 32 bits exactly, and rounds larger integers.
     if stored.kind == "f":
         return memory_dtype(stored)
     return np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
@@ -161,7 +168,7 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
 class MemoryArray:
     """NumPy array as a stored array, copied only if its rows are not contiguous or its type must be converted."""
 
-    working_bytes = 0
+    working_bytes = chunk_length = decoded_length = 0
 
     def __init__(self, array: NDArray[Any], label: str) -> None:
         self.label = label
@@ -174,16 +181,6 @@ class MemoryArray:
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         return replace(RowPointers.in_block(self._array, starts, stops), held_bytes=0)
-
-
-def chunk_length(array: StoredArray) -> int:
-    """Return the length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one."""
-    return int(getattr(array, "chunk_length", 0))
-
-
-def decoded_length(array: StoredArray) -> int:
-    """Return the same as `chunk_length`, but 0 if parts of chunks can be decoded alone."""
-    return int(getattr(array, "decoded_length", chunk_length(array)))
 
 
 def row_bytes(array: StoredArray) -> int:
@@ -241,7 +238,7 @@ class SlicedArray:
         self.label = label
         self.shape = shape
         self.dtype = dtype
-        self.chunk_length = chunk if chunk > 1 else 0
+        self.chunk_length = self.decoded_length = chunk if chunk > 1 else 0
         self._chunk = chunk
         self._gap_bytes = gap_bytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from dasksc._compat import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import csr as kernels
 from dasksc.kernels import decoding
 from dasksc.storage import buffers
 from dasksc.storage.arrays import (
@@ -29,10 +27,9 @@ from dasksc.storage.arrays import (
     thread_times,
 )
 from dasksc.storage.codecs import Blosc, Chain, Deflate, Zstd, scratch
-from dasksc.storage.files import LocalFile, UseMmap, should_map
+from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
 
-_LARGE_CHUNK_BYTES = 2**20
 # Width from which rows of chunks narrower than the array are copied one by one; each needs 100 bytes.
 _LEAST_WIDTH_BYTES = 2**10
 
@@ -83,7 +80,7 @@ class ChunkTable:
 class TableChunks:
     """Chunks of one file, located by a table."""
 
-    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable, *, use_mmap: UseMmap) -> None:
+    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable) -> None:
         if (end := (table.offsets + table.sizes).max(initial=0)) > file.identity.size:
             raise CorruptDataError(
                 f"{file.path} is truncated: a chunk ends at byte {end}, but the file has {file.identity.size} bytes. "
@@ -95,7 +92,6 @@ class TableChunks:
         # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
         self._sizes = table.sizes.astype(np.uint32)
         self._skipped = table.skipped if table.skipped.any() else None
-        self._use_mmap = use_mmap if file.can_map else False
 
     def require_unchanged(self) -> None:
         self._file.require_unchanged()
@@ -104,13 +100,13 @@ class TableChunks:
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         written = offsets >= 0
-        chunks = self._file.ranges(offsets[written], sizes[written], use_mmap=self._use_mmap)
+        chunks = self._file.ranges(offsets[written], sizes[written])
         for is_written, skipped in zip(written.tolist(), skips.tolist(), strict=True):
             yield (next(chunks), skipped) if is_written else (None, 0)
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield all chunks as one group; see `ChunkSource.mapped`."""
-        if not should_map(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
+        if not self._file.is_mapped or (self._skipped is not None and self._skipped[numbers].any()):
             return None
         assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)
@@ -134,7 +130,6 @@ class ChunkedArray:
         self.label = label
         self.shape = shape
         self.dtype = chain.dtype.newbyteorder("=")
-        self._is_narrowed = False
         self.chunk_length = chunk_shape[0]
         # Only blocks of chunks of Blosc are decoded.
         self.decoded_length = 0 if chain.codecs == (Blosc(),) else chunk_shape[0]
@@ -142,19 +137,6 @@ class ChunkedArray:
         self._chain = chain
         self._source = source
         self._fill = fill
-
-    def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return this array converted to uint16 if that is possible at no cost, otherwise the array itself."""
-        # Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
-        # rarely requested whole, so their rows are copied in any case, and the copy converts them.
-        stored = self._chain.dtype
-        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES
-        if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
-            return self
-        result = copy.copy(self)
-        result.dtype = np.dtype(np.uint16)
-        result._is_narrowed = True
-        return result
 
     def held_share(self, run: float) -> float:
         return 1.0
@@ -253,10 +235,6 @@ class ChunkedArray:
     def _width(self) -> int:
         return self._chunk_shape[1] if len(self.shape) == 2 else 1
 
-    def _in_place(self, block: NDArray[Any]) -> bool:
-        """Return True if rows of a chunk have the width and data type of rows of `block`."""
-        return block.shape[1] == self._width and bool(block.dtype == self._chain.dtype)
-
     def _fill_block(self, block: NDArray[Any], pieces: _Pieces) -> None:
         """Fill `block` with consecutive pieces, each from one row of the chunk grid."""
         rows, piece_starts, piece_stops = pieces
@@ -271,7 +249,7 @@ class ChunkedArray:
         numbers = (grid_rows[:, None] * n_across + np.arange(n_across)).ravel()
         shape = (self._chunk_shape[0], width)
         # A chunk that is requested whole is decoded directly into the block.
-        in_place = self._in_place(block)
+        in_place = block.shape[1] == width and block.dtype == self._chain.dtype
         stored = self._source.read(numbers)
         spent = thread_times()
         for i in range(len(numbers)):
@@ -304,11 +282,4 @@ class ChunkedArray:
                     block[begin:end, left:right] = self._fill
             elif place is None or not np.may_share_memory(chunk, place):
                 for first, last, begin, end in wanted:
-                    piece = chunk[first - low : last - low, : right - left]
-                    if not self._is_narrowed:
-                        block[begin:end, left:right] = piece
-                    elif not kernels.narrow(piece.reshape(-1), block[begin:end].reshape(-1)):
-                        rows_at = int(grid_rows[row]) * shape[0]
-                        raise BrokenRunError(
-                            self.label, rows_at + first, rows_at + last, "a column index lies outside [0, 65536)"
-                        )
+                    block[begin:end, left:right] = chunk[first - low : last - low, : right - left]

@@ -6,22 +6,22 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from dask.base import tokenize
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
-from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import RowPointers, memory_dtype, reading
+from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.dtypes import sum_dtype
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
-from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.fetched_rows import Layout, Origins, RowBuffer
 from dasksc.storage.files import LocalFile, advise_mapped, mapping_of
-from dasksc.storage.matrices import CSRMatrix, check_rows
-from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
+from dasksc.storage.matrices import CSRMatrix, check_rows, row_bounds
+from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.uncompressed import PlainArray
 
 # Parts with more runs of rows than this in a fetch are read one by one: a request to read a run ahead takes about a
@@ -142,7 +142,7 @@ class ConcatenatedMatrix:
         if mapped is None:
             return number
         with mapping_of(self._labels[number]):
-            return mapped.dtypes if mapped.data.is_mapped else number
+            return mapped.dtypes if mapped.file.is_mapped else number
 
     def _fetch_part(self, number: int, rows: NDArray[np.int64], which: NDArray[np.int64]) -> RowBuffer:
         first, last = np.searchsorted(which, [number, number + 1])
@@ -152,25 +152,40 @@ class ConcatenatedMatrix:
     def _fetch_together(
         self, members: list[int], rows: NDArray[np.int64], which: NDArray[np.int64]
     ) -> CSRRowBuffer | None:
-        """Fetch the rows of parts of the same kind; return None if these must be read one by one."""
+        """Fetch the rows of parts of the same kind; return None if these must be read one by one, or report errors."""
         first, last = np.searchsorted(which, [members[0], members[-1] + 1])
         which = which[first:last]
         rows = rows[first:last] - self._begins[which]
+        of = np.searchsorted(members, which)
         parts = [mapped for mapped in (self._mapped[number] for number in members) if mapped is not None]
-        found = _locate_mapped(parts, np.searchsorted(members, which), rows)
-        if found is None:
-            return None
-        lengths, indices, data = found
-        return CSRRowBuffer(
-            label=self.label,
-            rows=rows,
-            n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
-            dtype=parts[0].dtypes[-1],
-            lengths=lengths,
-            data=data,
-            indices=indices,
-            origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
-        )
+        with reading():
+            for part in parts:
+                part.file.require_unchanged()
+            memories = [part.file.mapped() for part in parts]
+            bases = np.array([part.offsets for part in parts]).T[:, of]
+            n_values = np.array([part.data.shape[0] for part in parts])[of]
+
+            def inside(array: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> RowPointers:
+                dtype = parts[0].dtypes[array]
+                offsets, sizes = bases[array] + starts * dtype.itemsize, lengths * dtype.itemsize
+                found = RowPointers.inside(memories, dtype=dtype, which=of, offsets=offsets, sizes=sizes, held_bytes=0)
+                advise_mapped(found.at, sizes)
+                return found
+
+            is_later = (rows[1:] > rows[:-1]) & (of[1:] == of[:-1])
+            starts, stops, wrong = row_bounds(inside(0, rows, np.full(len(rows), 2)), n_values, is_later)
+            if wrong.any():
+                return None
+            return CSRRowBuffer(
+                label=self.label,
+                rows=rows,
+                n_vars=self.shape[1] if self.maps is None else self.maps.n_columns,
+                dtype=parts[0].dtypes[-1],
+                lengths=stops - starts,
+                indices=inside(1, starts, stops - starts),
+                data=inside(2, starts, stops - starts),
+                origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
+            )
 
     def __dask_tokenize__(self) -> object:
         # Dask pickles what it hashes, so the parts are hashed one by one.
@@ -208,46 +223,16 @@ class MappedCSR:
         )
 
 
-def _locate_mapped(
-    parts: Sequence[MappedCSR], which: NDArray[np.int64], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], RowPointers, RowPointers] | None:
-    """Return lengths and addresses of row ``rows[i]`` of ``parts[which[i]]``; None if `CSRMatrix.fetch` must report."""
-    with reading():
-        for part in parts:
-            part.file.require_unchanged()
-        memories = [part.file.mapped() for part in parts]
-        bases = np.array([part.offsets for part in parts]).T[:, which]
-        n_values = np.array([part.data.shape[0] for part in parts])[which]
-
-        def inside(array: int, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> RowPointers:
-            dtype = parts[0].dtypes[array]
-            offsets, sizes = bases[array] + starts * dtype.itemsize, lengths * dtype.itemsize
-            found = RowPointers.inside(memories, dtype=dtype, which=which, offsets=offsets, sizes=sizes, held_bytes=0)
-            advise_mapped(found.at, sizes)
-            return found
-
-        indptr = inside(0, rows, np.full(len(rows), 2))
-        bounds = np.empty((len(rows), 2), dtype=np.int64)
-        kernels.copy_rows(np.arange(len(rows)), indptr.at, bounds, indptr.like)
-        starts, stops = bounds.T
-        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
-        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1]) & (which[1:] == which[:-1])
-        if wrong.any():
-            return None
-        return stops - starts, inside(1, starts, stops - starts), inside(2, starts, stops - starts)
-
-
 def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     """Concatenate fetches of one matrix, without copying if they hold the same data types."""
     if len(parts) == 1:
         return parts[0]
-    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
-    origins = [buffer.origins for buffer in rows if buffer.origins is not None]
+    origins = [buffer.origins for buffer in parts if buffer.origins is not None]
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
-    if len({buffer.types for buffer in rows}) == 1:
-        return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
+    first = parts[0]
+    if len({buffer.types for buffer in parts}) == 1:
+        return _concatenated(parts, label=first.label, dtype=first.dtype, origins=joined)
     # The matrix is a concatenation, and the data types of a fetch depend on the parts that it has read.
-    first = rows[0]
     return stack(
         parts,
         label=first.label,
@@ -261,45 +246,42 @@ def stack(
     parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
 ) -> RowBuffer:
     """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied."""
-    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
     if layout == "csr":
-        rows = [_as_csr(buffer) for buffer in rows]
-    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in rows), strict=True)]
-    rows = [
+        parts = [_as_csr(buffer) for buffer in parts]
+    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in parts), strict=True)]
+    parts = [
         buffer if buffer.column_maps is None and list(buffer.types) == held else buffer.converted(*held)
-        for buffer in rows
+        for buffer in parts
     ]
-    return _concatenated(rows, label=label, dtype=dtype, origins=origins)
+    return _concatenated(parts, label=label, dtype=dtype, origins=origins)
 
 
 def _concatenated(
-    parts: Sequence[CSRRowBuffer | DenseRowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+    parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
 ) -> RowBuffer:
     rows = np.concatenate([buffer.rows for buffer in parts])
     n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
-    if isinstance(parts[0], DenseRowBuffer):
-        dense = cast(Sequence[DenseRowBuffer], parts)
-        values = RowPointers.joined([buffer.values for buffer in dense])
+    values, *indices = (RowPointers.joined(own) for own in zip(*(buffer.pointers for buffer in parts), strict=True))
+    if not indices:
         return DenseRowBuffer(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
-    sparse = cast(Sequence[CSRRowBuffer], parts)
     return CSRRowBuffer(
         label=label,
         rows=rows,
         n_vars=n_vars,
         dtype=dtype,
-        lengths=np.concatenate([buffer.lengths for buffer in sparse]),
-        data=RowPointers.joined([buffer.data for buffer in sparse]),
-        indices=RowPointers.joined([buffer.indices for buffer in sparse]),
+        lengths=np.concatenate([buffer.lengths for buffer in parts if isinstance(buffer, CSRRowBuffer)]),
+        data=values,
+        indices=indices[0],
         origins=origins,
     )
 
 
-def _as_csr(buffer: CSRRowBuffer | DenseRowBuffer) -> CSRRowBuffer:
-    if isinstance(buffer, CSRRowBuffer):
+def _as_csr(buffer: RowBuffer) -> RowBuffer:
+    if buffer.layout == "csr":
         return buffer
-    held = buffer.values.dtype if buffer.column_maps is None else None
-    indptr, indices, data = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
-    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))
+    held = buffer.types[0] if buffer.column_maps is None else None
+    block = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
+    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, block)
 
 
 class ReorderedMatrix:
@@ -309,7 +291,6 @@ class ReorderedMatrix:
         if len(rows) and (rows.min() < 0 or rows.max() >= matrix.shape[0]):
             raise InputError(f"{matrix.label}: rows must lie in [0, {matrix.shape[0]})")
         self.parts = (matrix,)
-        self._matrix = matrix
         self._rows = rows
         self.shape = len(rows), matrix.shape[1]
         self.label = matrix.label
@@ -319,27 +300,26 @@ class ReorderedMatrix:
 
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
-        return self._matrix.n_missing(columns) if isinstance(self._matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
+        return (
+            self.parts[0].n_missing(columns) if isinstance(self.parts[0], ConcatenatedMatrix | ReorderedMatrix) else 0
+        )
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes, equal to that of the underlying matrix."""
-        return self._matrix.cost
+        return self.parts[0].cost
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         wanted = self._rows[check_rows(self.label, self.shape[0], rows)]
         if not np.any(wanted[1:] < wanted[:-1]):
-            return self._matrix.fetch(wanted)
+            return self.parts[0].fetch(wanted)
         order = np.argsort(wanted, kind="stable")
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        fetched = self._matrix.fetch(wanted[order])
-        if not isinstance(fetched, CSRRowBuffer | DenseRowBuffer):
-            raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
-        return fetched.reordered(places)
+        return self.parts[0].fetch(wanted[order]).reordered(places)
 
     def __repr__(self) -> str:
-        return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"
+        return f"<ReorderedMatrix {self.shape[0]} rows of {self.parts[0]!r}>"
 
 
 def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
@@ -361,7 +341,6 @@ class SummedMatrix:
 
     def __init__(self, matrix: Matrix, columns: Columns) -> None:
         self.parts = (matrix,)
-        self._matrix = matrix
         self._columns = columns
         self.shape = matrix.shape[0], len(columns)
         self.label = matrix.label
@@ -373,8 +352,8 @@ class SummedMatrix:
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes: that of the underlying matrix, and the computed rows."""
-        cost = self._matrix.cost
-        widening = max(1, self.stored_dtype.itemsize // memory_dtype(self._matrix.stored_dtype).itemsize)
+        cost = self.parts[0].cost
+        widening = max(1, self.stored_dtype.itemsize // memory_dtype(self.parts[0].stored_dtype).itemsize)
         dense = len(self._columns) * memory_dtype(self.stored_dtype).itemsize
         row = dense if self.layout == "dense" else widening * cost.row
         return FetchCost(
@@ -388,7 +367,7 @@ class SummedMatrix:
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
-        fetched = self._matrix.fetch(rows)
+        fetched = self.parts[0].fetch(rows)
         every = np.arange(len(rows), dtype=np.int64)
         held = memory_dtype(self.stored_dtype)
         if self.layout == "csr":
@@ -399,4 +378,4 @@ class SummedMatrix:
         return DenseRowBuffer.of_block(self.label, rows, self.dtype, out)
 
     def __repr__(self) -> str:
-        return f"<SummedMatrix {self.shape[1]} columns of {self._matrix!r}>"
+        return f"<SummedMatrix {self.shape[1]} columns of {self.parts[0]!r}>"

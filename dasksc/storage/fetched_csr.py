@@ -12,16 +12,16 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import RowPointers
+from dasksc.storage.columns import Columns, Lookups
 from dasksc.storage.dtypes import can_round, converts, counts_dtype, kernel_target, narrowest, written
-from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
-from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
+from dasksc.storage.fetched_rows import Empty, Layout, Origins, RowBuffer, check_gather, check_positions, indptr_of
 
 CSRBlock: TypeAlias = tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]
 """CSR rows as ``(indptr, indices, data)``."""
 
 
-class CSRRowBuffer(RowBufferBase):
-    """Fetched CSR rows, at arbitrary addresses in memory."""
+class CSRRowBuffer(RowBuffer):
+    """Fetched CSR rows."""
 
     layout: Layout = "csr"
 
@@ -37,18 +37,19 @@ class CSRRowBuffer(RowBufferBase):
         indices: RowPointers,
         origins: Origins | None = None,
     ) -> None:
-        super().__init__(label, rows, n_vars, dtype, origins)
+        super().__init__(label, rows, n_vars, dtype, (data, indices), origins)
         self.lengths = lengths
-        self.data = data
-        self.indices = indices
         self._n_columns = n_vars if self.column_maps is None else self.column_maps.n_columns
-        self._block: CSRBlock | None = None
         # Set by the first batch that has a row with unsorted columns, so that later batches skip the fast path.
         self._unordered = False
 
     @property
-    def nbytes(self) -> int:
-        return self.data.held_bytes + self.indices.held_bytes
+    def data(self) -> RowPointers:
+        return self.pointers[0]
+
+    @property
+    def indices(self) -> RowPointers:
+        return self.pointers[1]
 
     def gather(
         self,
@@ -58,7 +59,7 @@ class CSRRowBuffer(RowBufferBase):
         columns: Columns | None = None,
     ) -> None:
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
+        held = self.data.dtype
         if (converts(held, out.dtype) or can_round(held, out.dtype)) and self._scatter(positions, out, columns):
             return
         # Values to be summed or checked are converted as CSR, which has fewer, and their bits are written.
@@ -97,7 +98,6 @@ class CSRRowBuffer(RowBufferBase):
         empty: Empty = buffers.empty,
         any_order: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
         # With `any_order`, columns are left as stored, and repeated ones are not summed.
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         positions = np.ascontiguousarray(positions, dtype=np.int64)
@@ -116,8 +116,7 @@ class CSRRowBuffer(RowBufferBase):
             n_values = int(indptr[-1])
         indices = empty(n_values, np.int32)
         data = empty(n_values, dtype)
-        held = self._source_dtype(self.data, self.lengths, positions, dtype)
-        target = data if can_round(held, dtype) else kernel_target(data, held)
+        target = data if can_round(self.data.dtype, dtype) else kernel_target(data, self.data.dtype)
         if not self._copy(positions, (indptr, indices, target), columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, (indptr, indices, sums), columns)
@@ -130,8 +129,7 @@ class CSRRowBuffer(RowBufferBase):
             self._cast(target, data, positions, indptr)
         return indptr, indices, data
 
-    def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block; return self if they are in one already."""
+    def compact(self) -> Self:
         # Columns of several matrices are mapped to their common columns. Column indices take two bytes, if possible.
         # Values take one or two bytes if they are counts, which many atlases store as floats. Batches gathered from the
         # copy are identical, bit for bit, to those gathered from the original rows.
@@ -144,22 +142,16 @@ class CSRRowBuffer(RowBufferBase):
             return converted
         counts = buffers.empty(len(data), narrow)
         counts[...] = data
-        return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
-
-    @property
-    def types(self) -> tuple[np.dtype[Any], ...]:
-        """Data types in which values and column indices are held."""
-        return self.data.dtype, self.indices.dtype
+        return self.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
 
     @property
     def _sum_dtype(self) -> np.dtype[Any]:
         """Data type in which repeated columns are summed: 64 bits for integers, otherwise that of the matrix."""
         return self._sum_dtype_of(self.data.dtype)
 
-    def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block with the given data types."""
-        # Columns of several matrices are mapped to their common columns. Columns keep their stored order, and repeated
-        # columns are not summed, since their sums may not fit into `data`.
+    def converted(self, *dtypes: np.dtype[Any]) -> Self:
+        # Columns keep their stored order, and repeated ones are not summed, since sums may not fit into `data`.
+        data, indices = dtypes
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:
             indptr, columns, values = self.gather_csr(positions, dtype=data, any_order=True)
@@ -167,11 +159,11 @@ class CSRRowBuffer(RowBufferBase):
         else:
             indptr = indptr_of(self.lengths)
             columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
-            target = kernel_target(values, self._source_dtype(self.data, self.lengths, positions, data))
+            target = kernel_target(values, self.data.dtype)
             self._copy(positions, (indptr, columns, target), None, any_order=True)
             if target is not values:
                 self._cast(target, values, positions, indptr)
-        return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
+        return self.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
     def of_block(
@@ -181,7 +173,7 @@ class CSRRowBuffer(RowBufferBase):
         n_vars: int,
         dtype: np.dtype[Any],
         block: CSRBlock,
-    ) -> CSRRowBuffer:
+    ) -> Self:
         """Wrap all rows of a CSR `block` ``(indptr, indices, data)`` whose column indices have been checked."""
         indptr, indices, data = block
         fetched = cls(
@@ -196,22 +188,13 @@ class CSRRowBuffer(RowBufferBase):
         fetched._block = block
         return fetched
 
-    @property
-    def block(self) -> CSRBlock:
-        """Rows as ``(indptr, indices, data)``; copies unless the rows are already in a contiguous block."""
-        compact = self.compact()._block
-        assert compact is not None
-        return compact
-
     def __reduce__(self) -> tuple[Any, ...]:
         # Addresses are meaningless in another process, so the block is pickled.
         return CSRRowBuffer.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
         result = super().reordered(order)
-        result._block = None
-        result.lengths = result.lengths[order]
-        result.data, result.indices = result.data.ordered(order), result.indices.ordered(order)
+        result.lengths = self.lengths[order]
         return result
 
     @property

@@ -12,13 +12,13 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import RowPointers, memory_dtype
-from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, may_round, written
-from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
-from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
+from dasksc.storage.columns import NOWHERE, Columns, Sums
+from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, written
+from dasksc.storage.fetched_rows import Empty, Layout, Origins, RowBuffer, check_gather, indptr_of
 
 
-class DenseRowBuffer(RowBufferBase):
-    """Fetched dense rows, at arbitrary addresses in memory."""
+class DenseRowBuffer(RowBuffer):
+    """Fetched dense rows."""
 
     layout: Layout = "dense"
 
@@ -32,13 +32,11 @@ class DenseRowBuffer(RowBufferBase):
         values: RowPointers,
         origins: Origins | None = None,
     ) -> None:
-        super().__init__(label, rows, n_vars, dtype, origins)
-        self.values = values
-        self._block: NDArray[Any] | None = None
+        super().__init__(label, rows, n_vars, dtype, (values,), origins)
 
     @property
-    def nbytes(self) -> int:
-        return self.values.held_bytes
+    def values(self) -> RowPointers:
+        return self.pointers[0]
 
     def gather(
         self,
@@ -59,11 +57,7 @@ class DenseRowBuffer(RowBufferBase):
             self._cast(values, out, positions)
             return
         sources = self._sources(columns)
-        held = self.values.dtype
-        if may_round(held, out.dtype):
-            widths = np.array([self.shape[1]]) if sources is None else sources.max(axis=1, initial=-1) + 1
-            held = self._source_dtype(self.values, widths[self._maps], positions, out.dtype)
-        target = kernel_target(out, held)
+        target = kernel_target(out, self.values.dtype)
         if sources is None:
             kernels.copy_rows(positions, self.values.at, target, self.values.like)
         else:
@@ -132,25 +126,16 @@ class DenseRowBuffer(RowBufferBase):
             self._cast(target, data, positions, indptr)
         return indptr, indices, data
 
-    def compact(self) -> DenseRowBuffer:
-        """Copy the rows into a contiguous block, in the stored data type; return self if they are in one already."""
-        if self._block is not None:
-            return self
-        return self.converted(self._held_dtype)
+    def compact(self) -> Self:
+        return self if self._block is not None else self.converted(self._held_dtype)
 
-    @property
-    def types(self) -> tuple[np.dtype[Any], ...]:
-        """Data type in which values are held."""
-        return (self.values.dtype,)
-
-    def converted(self, dtype: np.dtype[Any]) -> DenseRowBuffer:
-        """Copy the rows into a contiguous block, with the given data type and the common columns."""
-        block = buffers.empty(self.shape, dtype)
+    def converted(self, *dtypes: np.dtype[Any]) -> Self:
+        block = buffers.empty(self.shape, *dtypes)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
-        return DenseRowBuffer.of_block(self.label, self.rows, self.dtype, block)
+        return self.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
-    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseRowBuffer:
+    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> Self:
         """Wrap all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         at = np.arange(len(rows), dtype=np.int64)
         values = RowPointers.in_block(block, at, at + 1)
@@ -158,21 +143,8 @@ class DenseRowBuffer(RowBufferBase):
         fetched._block = block
         return fetched
 
-    @property
-    def block(self) -> NDArray[Any]:
-        """Rows as one array; a copy unless the rows are already in a contiguous block."""
-        compact = self.compact()._block
-        assert compact is not None
-        return compact
-
     def __reduce__(self) -> tuple[Any, ...]:
         return DenseRowBuffer.of_block, (self.label, self.rows, self.dtype, self.block)
-
-    def reordered(self, order: NDArray[np.int64]) -> Self:
-        result = super().reordered(order)
-        result._block = None
-        result.values = result.values.ordered(order)
-        return result
 
     def _sources(self, columns: Columns | None) -> NDArray[np.int64] | None:
         """Return the stored column of each output column; None if columns are unchanged."""

@@ -1,19 +1,25 @@
-"""Common base of fetched CSR and dense rows."""
+"""Rows of a fetch: what CSR and dense rows share."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError, StorageError
-from dasksc.kernels import csr as kernels
+from dasksc.storage import buffers
 from dasksc.storage.arrays import RowPointers, memory_dtype
-from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
-from dasksc.storage.matrix import ColumnMaps, Columns
+from dasksc.storage.columns import ColumnMaps, Columns
+from dasksc.storage.dtypes import cast, holds_all, representable, text_of
+
+Layout = Literal["csr", "dense"]
+Empty: TypeAlias = Callable[[Any, DTypeLike], NDArray[Any]]
+"""Allocation of an uninitialized array of a shape and a data type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,26 +32,80 @@ class Origins:
     maps: ColumnMaps | None
 
 
-class RowBufferBase:
-    """Base class of fetched CSR and dense rows."""
+class RowBuffer:
+    """Rows of one fetch, in memory or memory-mapped, at arbitrary addresses."""
+
+    layout: Layout
 
     def __init__(
-        self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None
+        self,
+        label: str,
+        rows: NDArray[np.int64],
+        n_vars: int,
+        dtype: np.dtype[Any],
+        pointers: tuple[RowPointers, ...],
+        origins: Origins | None,
     ) -> None:
         self.label = label
         self.rows = rows
         self.shape = (len(rows), n_vars)
-        self.dtype = dtype
+        self.dtype: np.dtype[Any] = dtype  # for computation, whatever the data type in which the values are held
+        self.pointers = pointers  # values, and column indices of CSR rows
         self.origins = origins
         self.column_maps = None if origins is None else origins.maps
+        self._block: Any = None  # all rows, if they are in a contiguous block
 
     @property
     def nbytes(self) -> int:
-        """Anonymous memory held, in bytes."""
-        raise NotImplementedError
+        """Anonymous memory held, in bytes; mapped pages do not count."""
+        return sum(one.held_bytes for one in self.pointers)
 
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + self.nbytes
+
+    @property
+    def types(self) -> tuple[np.dtype[Any], ...]:
+        """Data types in which values, and column indices of CSR rows, are held."""
+        return tuple(one.dtype for one in self.pointers)
+
+    @abstractmethod
+    def gather(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        out: NDArray[Any],
+        columns: Columns | None = None,
+    ) -> None:
+        """Write the rows at `positions` into a dense `out`; raise `InputError` if its type cannot hold a value."""
+        # Repeated columns of a row are summed first. `out` is C-contiguous, shape (len(positions), n_vars or
+        # len(columns)); every element is written. Several threads may call this at once.
+
+    @abstractmethod
+    def gather_csr(
+        self,
+        positions: NDArray[np.int64],
+        *,
+        dtype: np.dtype[Any] | None = None,
+        columns: Columns | None = None,
+        empty: Empty = buffers.empty,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order."""
+        # `empty` allocates `indices` and `data`. `indices` are strictly ascending within each row. Repeated columns of
+        # a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and then converted to
+        # `dtype` (default: that for computation).
+
+    @abstractmethod
+    def compact(self) -> Self:
+        """Copy the rows into a contiguous block, which can be pickled; return self if they are in one already."""
+
+    @abstractmethod
+    def converted(self, *dtypes: np.dtype[Any]) -> Self:
+        """Copy the rows into a contiguous block, with the given data types (see `types`) and the common columns."""
+
+    @property
+    def block(self) -> Any:
+        """Rows as one array or as ``(indptr, indices, data)``; copies unless they are in a contiguous block."""
+        return self.compact()._block
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
         """Return the same rows in another order, without copying their values."""
@@ -53,6 +113,8 @@ class RowBufferBase:
         result = object.__new__(type(self))
         result.__dict__.update(self.__dict__)
         result.rows = self.rows[order]
+        result.pointers = tuple(one.ordered(order) for one in self.pointers)
+        result._block = None
         result.__dict__.pop("_maps", None)
         if self.origins is not None:
             result.origins = replace(self.origins, numbers=self.origins.numbers[order])
@@ -85,19 +147,8 @@ class RowBufferBase:
         raise InputError(
             f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which "
             f"dtype={text_of(out.dtype)!r} cannot hold: it would become {made.flat[element]}. "
-            f"Request dtype={(values if may_round(values.dtype, self.dtype) else self).dtype.name!r}."
+            f"Request dtype={self.dtype.name!r}."
         )
-
-    def _source_dtype(
-        self, values: RowPointers, lengths: NDArray[np.int64], positions: NDArray[np.int64], dtype: np.dtype[Any]
-    ) -> np.dtype[Any]:
-        """Return the data type of stored `values` to be written as `dtype`."""
-        # It is float64 for 64-bit integers that no float64 rounds, which can be written as floats without a check.
-        if not may_round(values.dtype, dtype):
-            return values.dtype
-        is_signed = np.int64(-1 if values.dtype.kind == "i" else 0)
-        exceeds = kernels.exceeds(positions, lengths, values.at, 53, is_signed, values.like.view(np.int64))
-        return values.dtype if exceeds else np.dtype(np.float64)
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
         """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""

@@ -109,13 +109,20 @@ class FileIdentity:
 class LocalFile:
     """Local file, opened at the first read. Instances pickle without open descriptors and maps."""
 
-    def __init__(self, identity: FileIdentity) -> None:
+    def __init__(self, identity: FileIdentity, use_mmap: UseMmap = False) -> None:
         self.identity = identity
+        self.use_mmap = use_mmap
         self._descriptors: dict[str, _Descriptor] = {}
         self._mapped: NDArray[np.uint8] | None = None
 
+    @classmethod
+    def of(cls, path: str, use_mmap: UseMmap = False) -> LocalFile:
+        """Return the file that is at a path now; files on network file systems are never memory-mapped."""
+        is_local = use_mmap and can_map(os.path.dirname(os.path.realpath(path)))
+        return cls(FileIdentity.of(path), use_mmap if is_local else False)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"identity": self.identity, "_descriptors": {}, "_mapped": None}
+        return self.__dict__ | {"_descriptors": {}, "_mapped": None}
 
     # The buffer of `ranges` is small enough to be ignored.
     working_bytes = 0
@@ -126,9 +133,9 @@ class LocalFile:
         return self.identity.path
 
     @property
-    def can_map(self) -> bool:
-        """True if the file is on a local file system."""
-        return can_map(self.path)
+    def is_mapped(self) -> bool:
+        """True if the file is memory-mapped at this time; see `mapping`."""
+        return should_map(self.use_mmap)
 
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has changed since it was opened."""
@@ -248,13 +255,13 @@ class LocalFile:
         which = np.searchsorted(starts, offsets, side="right") - 1
         return block, begins[which] + offsets - starts[which]
 
-    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
+    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[Any]:
         """Yield the bytes of each range, mapped or read; they are valid until the next item is requested."""
         # Adjacent ranges are read together.
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
-        if should_map(use_mmap) and places:
+        if self.is_mapped and places:
             memory = self.mapped().data
             for begin, stop in places:
                 yield memory[begin:stop]
@@ -399,8 +406,9 @@ class _Map:
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
+@lru_cache(maxsize=2**10)
 def can_map(path: str) -> bool:
-    """Return True if the file at `path` is on a local file system."""
+    """Return True if `path` is on a local file system."""
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
             fields = [line.split(" ") for line in mounts]

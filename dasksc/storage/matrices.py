@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,17 +19,16 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import (
     BrokenRunError,
     MemoryArray,
+    RowPointers,
     StoredArray,
-    chunk_length,
-    decoded_length,
     memory_dtype,
     row_bytes,
 )
-from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
+from dasksc.storage.fetched_rows import Layout
 from dasksc.storage.files import mapping
-from dasksc.storage.matrix import FetchCost, Layout
+from dasksc.storage.matrix import FetchCost
 
 logger = logging.getLogger("dasksc.storage")
 
@@ -60,7 +61,6 @@ class CSRMatrix:
         self.shape = shape
         self.stored_dtype: np.dtype[Any] = data.dtype
         self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
-        indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
         self.arrays: tuple[StoredArray, StoredArray, StoredArray] = indptr, indices, data
         self._kept_indptr: MemoryArray | None = None
 
@@ -77,18 +77,16 @@ class CSRMatrix:
             working=2 * _ROW_BYTES,
             fixed=max(array.working_bytes for array in self.arrays),
             kept=offsets if offsets <= _INDPTR_KEPT_BYTES else 0,
-            chunk_rows=max(map(chunk_length, of_values)) / max(1.0, mean),
-            decoded_rows=max(map(decoded_length, of_values)) / max(1.0, mean),
+            chunk_rows=max(array.chunk_length for array in of_values) / max(1.0, mean),
+            decoded_rows=max(array.decoded_length for array in of_values) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
         _, indices, data = self.arrays
-        try:
+        with _naming_rows(rows, starts, stops):
             data_runs, index_runs = data.locate(starts, stops), indices.locate(starts, stops)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
@@ -109,22 +107,15 @@ class CSRMatrix:
         """Return the validated start and stop of each row in `data` and `indices`."""
         stored, _, data = self.arrays
         indptr: StoredArray = self._kept_indptr or stored
-        try:
+        with _naming_rows(rows, rows, rows + 2):
             n_bytes = stored.shape[0] * stored.dtype.itemsize
             if not isinstance(indptr, MemoryArray) and n_bytes <= _INDPTR_KEPT_BYTES:
                 indptr = self._kept_indptr = _read_whole(stored)
-            pairs = np.empty((len(rows), 2), dtype=np.int64)
             # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
-        kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
-        starts = np.ascontiguousarray(pairs[:, 0])
-        stops = np.ascontiguousarray(pairs[:, 1])
         n_values = data.shape[0]
-        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
-        wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1])
+        starts, stops, wrong = row_bounds(reached, n_values, rows[1:] > rows[:-1])
         if wrong.any():
             i = int(np.argmax(wrong))
             raise CorruptDataError(
@@ -132,6 +123,19 @@ class CSRMatrix:
                 f"must lie between 0 and the number of stored values, {n_values}. {_REWRITE}"
             )
         return starts, stops
+
+
+def row_bounds(
+    indptr: RowPointers, n_values: NDArray[np.int64] | int, is_later: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the start and stop of rows from pairs of offsets, and a mask of the impossible ones."""
+    # `is_later[i]` is True if row i + 1 lies behind row i in the same matrix.
+    pairs = np.empty((len(indptr.at), 2), dtype=np.int64)
+    kernels.copy_rows(np.arange(len(pairs)), indptr.at, pairs, indptr.like)
+    starts, stops = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    wrong = (starts < 0) | (stops < starts) | (stops > n_values)
+    wrong[1:] |= (starts[1:] < stops[:-1]) & is_later
+    return starts, stops, wrong
 
 
 class DenseMatrix:
@@ -156,16 +160,14 @@ class DenseMatrix:
             row=max(1, stride),
             held=_ROW_BYTES + stride * values.held_share(1),
             fixed=values.working_bytes,
-            chunk_rows=chunk_length(values),
-            decoded_rows=decoded_length(values),
+            chunk_rows=values.chunk_length,
+            decoded_rows=values.decoded_length,
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:
         rows = check_rows(self.label, self.shape[0], rows)
-        try:
+        with _naming_rows(rows, rows, rows + 1):
             values = self.arrays[0].locate(rows, rows + 1)
-        except BrokenRunError as error:
-            raise _unreadable(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
@@ -272,17 +274,22 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def _unreadable(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
-    """Return the error to raise for a run that cannot be read and that contains `rows`."""
-    # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
-    cause = error.__cause__
-    kind = StorageError if type(cause) is StorageError else CorruptDataError
-    first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
-    which = f"row {first}" if first == last else f"rows {first} to {last}"
-    # No remedy is added if the cause is an `OSError`. This includes `StorageError`, whose message already states a
-    # remedy.
-    remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
-    return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
+@contextmanager
+def _naming_rows(rows: NDArray[np.int64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Iterator[None]:
+    """Raise an error that names `rows`, whose runs are ``[starts[i], stops[i])``, for a run that cannot be read."""
+    try:
+        yield
+    except BrokenRunError as error:
+        # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
+        cause = error.__cause__
+        kind = StorageError if type(cause) is StorageError else CorruptDataError
+        broken = rows[(stops > error.start) & (starts < error.stop)]
+        first, last = (broken[0], broken[-1]) if len(broken) else (error.start, error.stop - 1)
+        which = f"row {first}" if first == last else f"rows {first} to {last}"
+        # No remedy is added if the cause is an `OSError`. This includes `StorageError`, whose message already states a
+        # remedy.
+        remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
+        raise kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}") from error
 
 
 def _read_whole(array: StoredArray) -> MemoryArray:

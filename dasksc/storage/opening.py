@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, caused_by_data, logical_dtype
-from dasksc.storage.files import FileIdentity, LocalFile, UseMmap
+from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5.direct import direct_array
 from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
@@ -38,34 +38,11 @@ def open_matrix(
             raise MissingPathError(f"there is nothing at {path}")
     with _naming_errors(path, key):
         if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
-            return matrix_in(ZarrFile(path), key, use_mmap=use_mmap, cache=cache)
-        return matrix_in(hdf5_file(path, cache=cache), key, use_mmap=use_mmap)
+            return matrix_in(ZarrFile(path, use_mmap=use_mmap, cache=cache), key)
+        return matrix_in(hdf5_file(path, use_mmap=use_mmap, cache=cache), key)
 
 
-def matrix_in(
-    file: H5File | ZarrFile,
-    key: str,
-    *,
-    use_mmap: UseMmap = "auto",
-    cache: Cache | None = None,
-    attributes: Mapping[str, Any] | None = None,
-) -> Matrix:
-    """Open one matrix of an open file whose links have been checked; `attributes` replace those of its group."""
-    with _naming_errors(file.path, key):
-        key = key.strip("/")
-        root = file.root()
-        if key not in root:
-            raise MissingKeyError(f"{file.path} has no {key!r}")
-        item = root[key]
-        return _matrix(
-            f"{file.path}:/{key}",
-            attributes=dict(item.attrs) if attributes is None else attributes,
-            members=None if isinstance(item, h5py.Dataset | zarr.Array) else list(item.keys()),
-            array=lambda member: _array_at(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap, cache=cache),
-        )
-
-
-def hdf5_file(path: str | RemoteLocation, *, cache: Cache | None) -> H5File:
+def hdf5_file(path: str | RemoteLocation, *, use_mmap: UseMmap, cache: Cache | None) -> H5File:
     """Return the HDF5 file at a path or URL."""
     if isinstance(path, RemoteLocation):
         if path.key.endswith(".zip"):
@@ -78,7 +55,57 @@ def hdf5_file(path: str | RemoteLocation, *, cache: Cache | None) -> H5File:
         raise StorageError(
             f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
         )
-    return H5File(LocalFile(FileIdentity.of(path)))
+    return H5File(LocalFile.of(path, use_mmap))
+
+
+def matrix_in(file: H5File | ZarrFile, key: str, *, attributes: Mapping[str, Any] | None = None) -> Matrix:
+    """Open one matrix of an open file whose links have been checked; `attributes` replace those of its group."""
+    with _naming_errors(file.path, key):
+        key = key.strip("/")
+        root = file.root()
+        if key not in root:
+            raise MissingKeyError(f"{file.path} has no {key!r}")
+        item, label = root[key], f"{file.path}:/{key}"
+        given: Mapping[str, Any] = item.attrs if attributes is None else attributes
+        if isinstance(item, h5py.Dataset | zarr.Array):
+            values = _array_at(file, key)
+            return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, given, label))
+        # AnnData before 0.7 wrote attributes named h5sparse_*.
+        encoding = given.get("encoding-type", given.get("h5sparse_format"))
+        shape = given.get("shape", given.get("h5sparse_shape"))
+        if encoding not in ("csr_matrix", "csc_matrix", "csr", "csc") or shape is None:
+            raise InputError(
+                f"{label} is not a matrix: it is a group with encoding {encoding!r} that holds {sorted(item)}. "
+                "Dense arrays and CSR or CSC matrices can be read."
+            )
+        if absent := {"indptr", "indices", "data"}.difference(item):
+            raise CorruptDataError(
+                f"{label} is a {encoding} without its {' and '.join(sorted(absent))}. The file is corrupt; "
+                "write it again from its source."
+            )
+        n_obs, n_vars = (int(length) for length in shape)
+        indptr, indices, data = (_array_at(file, f"{key}/{name}") for name in ("indptr", "indices", "data"))
+        dtype = _logical(data.dtype, given, label)
+        kind = CSRMatrix if encoding.startswith("csr") else CSCMatrix
+        return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data, dtype=dtype)
+
+
+def _array_at(file: H5File | ZarrFile, name: str) -> StoredArray:
+    """Return an array that is read directly if its layout is supported, otherwise through h5py or zarr-python."""
+    label = f"{file.path}:/{name}"
+    try:
+        if isinstance(file, H5File):
+            return direct_array(file.file, file.root()[name], label=label)
+        if isinstance(file.path, RemoteLocation):
+            return remote_array(file.path.below(name), label=label, cache=file.cache)
+        if is_zip(file.path):
+            raise UnknownLayoutError("it lies in a zip file")
+        return local_array(os.path.join(file.path, name), label=label, use_mmap=file.use_mmap)
+    except UnknownLayoutError as reason:
+        array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
+        library = "h5py" if isinstance(file, H5File) else "zarr-python"
+        logger.info("%s is read through %s, which is slower: %s", label, library, reason)
+        return array
 
 
 @contextmanager
@@ -115,55 +142,6 @@ def as_matrix(array: Any, label: str) -> Matrix:
         )
         array = array.tocsr()
     return csr_in_memory(array, label)
-
-
-def _array_at(file: H5File | ZarrFile, name: str, *, use_mmap: UseMmap, cache: Cache | None) -> StoredArray:
-    """Return an array that is read directly if its layout is supported, otherwise through h5py or zarr-python."""
-    array = H5Array(file, name) if isinstance(file, H5File) else ZarrArray(file, name)
-    try:
-        if isinstance(file, H5File):
-            return direct_array(file.file, file.root()[name], label=array.label, use_mmap=use_mmap)
-        if isinstance(file.path, RemoteLocation):
-            return remote_array(file.path.below(name), label=array.label, cache=cache)
-        if is_zip(file.path):
-            raise UnknownLayoutError("it lies in a zip file")
-        return local_array(os.path.join(file.path, name), label=array.label, use_mmap=use_mmap)
-    except UnknownLayoutError as reason:
-        library = "h5py" if isinstance(file, H5File) else "zarr-python"
-        logger.info("%s is read through %s, which is slower: %s", array.label, library, reason)
-        return array
-
-
-def _matrix(
-    label: str,
-    *,
-    attributes: Mapping[str, Any],
-    members: list[str] | None,
-    array: Callable[[str], StoredArray],
-) -> Matrix:
-    """Return the matrix at `label`; ``array("data")`` opens a member, or ``array("")`` the array itself."""
-    if members is None:
-        values = array("")
-        return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, attributes, label))
-    # AnnData before 0.7 wrote attributes named h5sparse_*.
-    encoding = attributes.get("encoding-type", attributes.get("h5sparse_format"))
-    shape = attributes.get("shape", attributes.get("h5sparse_shape"))
-    if encoding not in ("csr_matrix", "csc_matrix", "csr", "csc") or shape is None:
-        raise InputError(
-            f"{label} is not a matrix: it is a group with encoding {encoding!r} that holds {sorted(members)}. "
-            "Dense arrays and CSR or CSC matrices can be read."
-        )
-    absent = {"indptr", "indices", "data"}.difference(members)
-    if absent:
-        raise CorruptDataError(
-            f"{label} is a {encoding} without its {' and '.join(sorted(absent))}. The file is corrupt; "
-            "write it again from its source."
-        )
-    n_obs, n_vars = (int(length) for length in shape)
-    indptr, indices, data = (array(member) for member in ("indptr", "indices", "data"))
-    dtype = _logical(data.dtype, attributes, label)
-    kind = CSRMatrix if encoding.startswith("csr") else CSCMatrix
-    return kind(label=label, shape=(n_obs, n_vars), indptr=indptr, indices=indices, data=data, dtype=dtype)
 
 
 def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -> np.dtype[Any]:

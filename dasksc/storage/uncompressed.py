@@ -11,7 +11,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, RowPointers, merge, reading, row_bytes
-from dasksc.storage.files import LocalFile, UseMmap, should_map
+from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
 
 
@@ -21,6 +21,8 @@ class PlainArray:
     # `firsts` holds the first row of each extent, ascending from 0; an extent ends where the next one begins. `offsets`
     # holds its byte offset in the file, or -1 for an extent that was never written. If the file is memory-mapped, only
     # runs that cross extents are copied. Otherwise the requested rows are read.
+
+    chunk_length = decoded_length = 0
 
     def __init__(
         self,
@@ -32,7 +34,6 @@ class PlainArray:
         firsts: NDArray[np.int64],
         offsets: NDArray[np.int64],
         fill: np.generic,
-        use_mmap: UseMmap,
     ) -> None:
         self.label = label
         self.shape = shape
@@ -40,7 +41,6 @@ class PlainArray:
         self.file = file
         self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
         self._row_bytes = row_bytes(self)
-        self._use_mmap = use_mmap
         written = offsets >= 0
         ends = offsets + (np.append(firsts[1:], shape[0]) - firsts) * self._row_bytes
         if len(ends) and ends[written].max(initial=0) > file.identity.size:
@@ -68,47 +68,34 @@ class PlainArray:
         return (self.file, int(self._offsets[0])) if is_whole and isinstance(self.file, LocalFile) else None
 
     @property
-    def is_mapped(self) -> bool:
-        """True if the file is memory-mapped at this time; see `dasksc.storage.files.mapping`."""
-        return should_map(self._use_mmap)
-
-    @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
-        return 0 if self.is_mapped else self.file.working_bytes
+        return 0 if self.file.is_mapped else self.file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
         n_ends = max(len(self._firsts) - 1, 0)
-        return min(1.0, run * n_ends / max(1, self.shape[0])) if self.is_mapped else 1.0
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if self.file.is_mapped else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
             self.file.require_unchanged()
-            return self._locate_mapped(starts, stops) if self.is_mapped else self._locate_read(starts, stops)
-
-    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        assert isinstance(self.file, LocalFile)
-        firsts, offsets = self._firsts, self._offsets
-        source = self.file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
-        return self._inside(
-            source, (firsts, np.append(firsts[1:], self.shape[0]), offsets), starts, stops, held_bytes=0
-        )
-
-    def _locate_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        runs = merge(starts, stops)
-        begins, ends, offsets = self._pieces(*runs)
-        sizes = (ends - begins) * self._row_bytes
-        written = np.flatnonzero(offsets >= 0)
-        order = written[np.argsort(offsets[written], kind="stable")]
-        found = None
-        if self._use_mmap == "auto" and len(order):
-            assert isinstance(self.file, LocalFile)
-            found = self.file.read_direct(offsets[order], sizes[order])
-        source, ats = found or self._read_buffered(begins[order], offsets[order], sizes[order], runs)
-        offsets[order] = ats
-        return self._inside(source, (begins, ends, offsets), starts, stops, held_bytes=source.nbytes)
+            if isinstance(self.file, LocalFile) and self.file.is_mapped:
+                source = self.file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
+                extents = self._firsts, np.append(self._firsts[1:], self.shape[0]), self._offsets
+                return self._inside(source, extents, starts, stops, held_bytes=0)
+            runs = merge(starts, stops)
+            begins, ends, offsets = self._pieces(*runs)
+            sizes = (ends - begins) * self._row_bytes
+            written = np.flatnonzero(offsets >= 0)
+            order = written[np.argsort(offsets[written], kind="stable")]
+            found = None
+            if isinstance(self.file, LocalFile) and self.file.use_mmap == "auto" and len(order):
+                found = self.file.read_direct(offsets[order], sizes[order])
+            source, ats = found or self._read_buffered(begins[order], offsets[order], sizes[order], runs)
+            offsets[order] = ats
+            return self._inside(source, (begins, ends, offsets), starts, stops, held_bytes=source.nbytes)
 
     def _read_buffered(
         self,
@@ -154,7 +141,7 @@ class PlainArray:
         offsets[inside] = at[within] + (starts[inside] - firsts[within]) * self._row_bytes
         crossing = np.flatnonzero(filled & ~inside)
         copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
-        if self.is_mapped and inside.any():
+        if self.file.is_mapped and inside.any():
             order = np.argsort(offsets[inside], kind="stable")
             self.file.advise(offsets[inside][order], sizes[inside][order])
         if len(crossing):

@@ -211,7 +211,7 @@ def _read_lzf_rows(path: Path) -> None:
     [
         ("dasksc.readers.tables.read_elem", lambda path: dasksc.open(write_store(make_adata(50), path, "h5ad"))),
         ("dasksc.readers.tables.read_elem", lambda path: dasksc.open(write_store(make_adata(50), path, "zarr2"))),
-        ("dasksc.storage.opening._matrix", lambda path: open_matrix(write_store(make_adata(50), path, "h5ad"), "X")),
+        ("dasksc.storage.opening._array_at", lambda path: open_matrix(write_store(make_adata(50), path, "h5ad"), "X")),
         ("numpy.asanyarray", lambda path: array_of("labels", [1, 2])),
         ("pandas.DataFrame.eval", lambda path: dasksc.rows_where(make_adata(20).obs, "float32 > 1")),
         ("dasksc.storage.codecs.Chain.decode", _read_lzf_rows),
@@ -231,7 +231,7 @@ def test_errors_of_the_operating_system_are_not_reported_as_corruption(tmp_path:
     path = write_store(make_adata(50), tmp_path, "h5ad")
     refused = PermissionError(errno.EACCES, "Permission denied")
     with (
-        mock.patch("dasksc.storage.opening._matrix", side_effect=refused),
+        mock.patch("dasksc.storage.opening._array_at", side_effect=refused),
         pytest.raises(StorageError, match="Permission denied") as caught,
     ):
         open_matrix(path, "X")

@@ -179,14 +179,15 @@ class _Tree:
         """Yield nodes in groups, shape (n, node_bytes)."""
         if len(at) and at.max() > self.file.identity.size - self.node_bytes:
             raise self.broken("a node is beyond the end of the file")
-        file = self.file if isinstance(self.file, LocalFile) else self.file.uncached()
+        # Nodes are scattered, so they are neither mapped nor cached.
+        file = LocalFile(self.file.identity) if isinstance(self.file, LocalFile) else self.file.uncached()
         n_together = max(1, _BATCH_BYTES // self.node_bytes)
         for first in range(0, len(at), n_together):
             offsets = at[first : first + n_together].astype(np.int64)
             order = np.argsort(offsets)
             nodes = np.empty((len(offsets), self.node_bytes), dtype=np.uint8)
             sizes = np.full(len(offsets), self.node_bytes)
-            read = file.ranges(offsets[order], sizes, use_mmap=False)
+            read = file.ranges(offsets[order], sizes)
             for number, node in zip(order.tolist(), read, strict=True):
                 nodes[number] = node
             yield nodes

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage.files import UseMmap
 from dasksc.storage.remote.client import ObjectIdentity, ObstoreClient
 from dasksc.storage.remote.urls import RemoteLocation
 
@@ -89,7 +88,7 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]], name: str = "dasksc-r
 class RemoteFile:
     """Remote object with the interface of `dasksc.storage.files.LocalFile`. Instances can be pickled."""
 
-    can_map = False
+    use_mmap = is_mapped = False
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
 
     def __init__(self, location: RemoteLocation, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
@@ -125,7 +124,7 @@ class RemoteFile:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
 
-    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
+    def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
         # With a cache, reads alone would not detect that the object has changed since it was opened.
         checks = [] if self._cache is None else [(self.verify, 0)]
@@ -143,7 +142,7 @@ class RemoteFile:
         ]
         starts = np.array([start for start, _ in pieces], dtype=np.int64)
         sizes = np.array([len(view) for _, view in pieces], dtype=np.int64)
-        filled = self.ranges(starts, sizes, use_mmap=False)
+        filled = self.ranges(starts, sizes)
         places = iter(pieces)
         for view in views:
             for _ in range(0, len(view), REQUEST_BYTES):

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import MappedChunks
+from dasksc.storage.chunked import ChunkedArray, MappedChunks
+from dasksc.storage.codecs import Crc32c
 from dasksc.storage.files import FileIdentity, LocalFile, UseMmap, can_map, read_at, should_map
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, Cache, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import METADATA, At, File, ObjectCache, ZarrLayout, chunked_array, layout_of
+from dasksc.storage.zarr.layout import METADATA, At, ZarrLayout, layout_of, tuples
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 _OPEN_FILES = 16
 _NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype=np.int64), owner=None)
+# Size of the facts about the objects of an array that a process keeps, and of an entry without the facts themselves.
+_KEPT_BYTES, _ENTRY_BYTES = 2**26, 512
+# Value that a shard's index holds as both offset and size of a chunk that was never written.
+_NEVER = 2**64 - 1
+
+File: TypeAlias = LocalFile | RemoteFile
 
 
 def local_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
@@ -40,8 +52,34 @@ def local_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArray
     raise UnknownLayoutError("its directory has no metadata")
 
 
+class ObjectCache(Generic[V]):
+    """Facts about the objects of an array that a process has read; pickled without them."""
+
+    # An array may have millions of objects. The oldest facts are dropped, and their objects are treated as new.
+
+    def __init__(self, fact_bytes: int = 0) -> None:
+        self._fact_bytes = fact_bytes
+        self._kept = OrderedDict[At, V]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectCache, (self._fact_bytes,)
+
+    def get(self, at: At) -> V | None:
+        """Return the fact about an object, or None if there is none."""
+        return self._kept.get(at)
+
+    def keep(self, at: At, value: V) -> V:
+        """Keep a fact about an object unless there is one already; return the kept one."""
+        value = self._kept.setdefault(at, value)
+        while len(self._kept) * (self._fact_bytes + _ENTRY_BYTES) > _KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return value
+
+
 class Files:
-    """Stored objects of an array as files; see `dasksc.storage.zarr.chunks.Objects`."""
+    """Stored objects of an array as files; a `ChunkSource` if each object is a chunk."""
+
+    # Reads raise an error if an object has changed since the array was opened.
 
     # The buffer for one file, which is negligible.
     working_bytes = 0
@@ -72,6 +110,7 @@ class Files:
 
     @property
     def can_map(self) -> bool:
+        """True if the calling thread may memory-map the objects."""
         return should_map(self._use_mmap)
 
     def require_unchanged(self) -> None:
@@ -80,22 +119,26 @@ class Files:
         if self._folder is not None:
             self._folder.require_unchanged()
 
-    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole files, in a buffer that the next file reuses."""
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        """Yield the bytes of each file in a buffer that the next file reuses; see `ChunkSource.read`."""
         buffer = bytearray()
-        for at in ats:
+        for at in self._layout.places(numbers):
             with self._opened(at) as opened:
                 if opened is None:
-                    yield None
+                    yield None, 0
                     continue
                 number, size = opened
                 if len(buffer) < size:
                     buffer = bytearray(size)
                 n = read_at(number, 0, memoryview(buffer)[:size])
-                yield memoryview(buffer)[:n]
+                yield memoryview(buffer)[:n], 0
 
-    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        for at in ats:
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        """Return the memory-mapped files, each as one group; None if they cannot be mapped."""
+        return self._mapped(numbers) if self.can_map else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for at in self._layout.places(numbers):
             with self._opened(at) as opened:
                 if opened is None:
                     yield _NOTHING
@@ -107,6 +150,7 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
+        """Yield the result of `index_of` for each object, or None if it is missing; callers cache the results."""
         for at in ats:
             path = self._path(at)
             try:
@@ -116,11 +160,11 @@ class Files:
                 yield None
                 continue
             self._check_object(identity)
-            yield index_of(LocalFile(identity))
+            yield index_of(LocalFile(identity, self._use_mmap))
 
-    def file(self, at: At, identity: FileIdentity) -> LocalFile:
+    def file(self, at: At, identity: Any) -> LocalFile:
         """Return a file that `indexed` has read before; recently used files stay open."""
-        file = self._files.pop(at, None) or LocalFile(identity)
+        file = self._files.pop(at, None) or LocalFile(identity, self._use_mmap)
         file.require_unchanged()
         self._files[at] = file
         # A file that is dropped from `_files` stays open while another thread still uses it.
@@ -129,8 +173,9 @@ class Files:
         return file
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
+        """Yield the bytes of ranges, valid until the next one is requested; a group is (file, offsets, sizes)."""
         for file, offsets, sizes in groups:
-            yield from file.ranges(offsets, sizes, use_mmap=self._use_mmap)
+            yield from file.ranges(offsets, sizes)
 
     def _path(self, at: At) -> str:
         return f"{self._directory}/{self._layout.key(at)}"
@@ -139,16 +184,15 @@ class Files:
     def _opened(self, at: At) -> Iterator[tuple[int, int] | None]:
         """Open a file; yield its descriptor and its size in bytes, or None if it was never written."""
         path = self._path(at)
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(open(path, "rb", buffering=0))
-            except FileNotFoundError:
-                seen = self._seen.get(at)
-                if seen is not None:
-                    seen.require_unchanged()
-                self._check_absent(path)
-                yield None
-                return
+        try:
+            file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            if (seen := self._seen.get(at)) is not None:
+                seen.require_unchanged()
+            self._check_absent(path)
+            yield None
+            return
+        with file:
             now = FileIdentity.of_open(path, file.fileno())
             self._check_object(now)
             self._seen.keep(at, now).compare(now)
@@ -198,7 +242,7 @@ def remote_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> S
 
 
 class StoreObjects:
-    """Stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`."""
+    """Stored objects of an array behind a URL, with the methods and errors of `Files`."""
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
     can_map = False
@@ -212,16 +256,19 @@ class StoreObjects:
         self._seen = ObjectCache[ObjectIdentity]()
 
     def require_unchanged(self) -> None:
-        """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
+        """Do nothing, since `read` and `indexed` check the array while they wait for objects."""
 
-    def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of whole objects; later ones are requested ahead."""
+        n_bytes = math.prod(self._layout.chunk_shape) * self._layout.chain.dtype.itemsize
         # Maximum size of a stored object: no codec encodes a chunk to more bytes than this.
         longest = 2 * n_bytes + 2**16
-        yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
+        calls = [(partial(self._content, at, longest=longest), n_bytes) for at in self._layout.places(numbers)]
+        for data in self._checked(calls):
+            yield data, 0
 
-    def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        raise NotImplementedError
+    def mapped(self, numbers: NDArray[np.int64]) -> None:
+        """Return None; see `ChunkSource.mapped`."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
         def indexed(at: At) -> T | None:
@@ -233,7 +280,7 @@ class StoreObjects:
 
         return self._checked([(partial(indexed, at), 0) for at in ats])
 
-    def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
+    def file(self, at: At, identity: Any) -> RemoteFile:
         return RemoteFile(self._location(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
@@ -264,3 +311,115 @@ class StoreObjects:
             return None
         self._seen.keep(at, identity).compare(identity)
         return data
+
+
+Objects: TypeAlias = Files | StoreObjects
+
+
+def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
+    """Return the array with this layout, whose chunks are in stored objects."""
+    return ChunkedArray(
+        label=label,
+        shape=layout.shape,
+        chunk_shape=layout.chunk_shape,
+        chain=layout.chain,
+        source=objects if layout.shard_shape is None else _Shards(objects, layout),
+        fill=layout.fill,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shard:
+    identity: FileIdentity | ObjectIdentity
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+class _Shards:
+    """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
+
+    def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
+        self.working_bytes = objects.working_bytes
+        self._objects = objects
+        self._layout = layout
+        # State of each shard when this process first read it; (None,) if it did not exist.
+        self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
+
+    def require_unchanged(self) -> None:
+        self._objects.require_unchanged()
+
+    def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
+        shards = list(self._ranges(numbers))
+        groups = [
+            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in shards if file is not None
+        ]
+        chunks = self._objects.ranges(groups)
+        for _, offsets, _ in shards:
+            for is_written in (offsets >= 0).tolist():
+                yield (next(chunks), 0) if is_written else (None, 0)
+
+    def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
+        return self._mapped(numbers) if self._objects.can_map else None
+
+    def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
+        for file, offsets, sizes in self._ranges(numbers):
+            if file is None:
+                yield MappedChunks(at=np.zeros(len(offsets), dtype=np.uint64), sizes=sizes, owner=None)
+            else:
+                assert isinstance(file, LocalFile)
+                at, owner = file.mapped_ranges(offsets, sizes)
+                yield MappedChunks(at=at, sizes=sizes, owner=owner)
+
+    def _ranges(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the shard, offsets and sizes of each run of chunks in the same shard."""
+        # A shard that was never written is None. The offset of a chunk that was never written is -1, and its size is 0.
+        at = np.stack(np.unravel_index(numbers, self._layout.grid))
+        per_shard = np.array(self._layout.per_shard)[:, None]
+        shard_at = at // per_shard
+        within = np.ravel_multi_index(tuple(at % per_shard), self._layout.per_shard)
+        firsts = np.append(True, (shard_at[:, 1:] != shard_at[:, :-1]).any(axis=0)).nonzero()[0][: len(numbers)]
+        of_runs = tuples(shard_at[:, firsts])
+        shards = self._shards(of_runs)
+        for one, chunks in zip(of_runs, np.split(within, firsts)[1:], strict=True):
+            shard = shards[one]
+            if shard is None:
+                yield None, np.full(len(chunks), -1), np.zeros(len(chunks), dtype=np.int64)
+                continue
+            offsets, sizes = shard.offsets[chunks], shard.sizes[chunks]
+            yield self._objects.file(one, shard.identity), offsets, sizes
+
+    def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
+        """Return the indexes of shards, cached after the first read; None for a shard that was never written."""
+        cached = {at: self._seen.get(at) for at in ats}
+        unknown = [at for at, shard in cached.items() if shard is None]
+        for at, shard in zip(unknown, self._objects.indexed(unknown, self._indexed), strict=True):
+            cached[at] = self._seen.keep(at, (shard,))
+        return {at: shard and shard[0] for at, shard in cached.items()}
+
+    def _indexed(self, file: File) -> _Shard:
+        """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+        layout, identity = self._layout, file.identity
+        n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
+        if identity.size < n_bytes:
+            raise CorruptDataError(
+                f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
+            )
+        start = 0 if layout.index_first else identity.size - n_bytes
+        data: Any = file.fetch(start, start + n_bytes)
+        if layout.index_checksum:
+            try:
+                data = Crc32c().decode(data, len(data))
+            except ValueError as error:
+                raise CorruptDataError(
+                    f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
+                ) from error
+        table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+        # Offsets beyond int64 are clipped to an offset beyond the end of the shard.
+        ranges = np.minimum(table, identity.size + 1).astype(np.int64)
+        ranges[table[:, 0] == _NEVER] = -1, 0
+        if (end := int(ranges.sum(axis=1).max())) > identity.size:
+            raise CorruptDataError(
+                f"{identity.path}: a chunk ends at byte {end}, but the shard has {identity.size} bytes. Copy, download "
+                "or upload it again."
+            )
+        return _Shard(identity=identity, offsets=ranges[:, 0].copy(), sizes=ranges[:, 1].copy())

@@ -19,11 +19,12 @@ from zarr.storage import LocalStore, WrapperStore, ZipStore
 
 from dasksc.errors import CorruptDataError, DaskscError, StorageError
 from dasksc.storage.arrays import ReadSlice, SlicedArray, caused_by_data
-from dasksc.storage.files import FileIdentity
+from dasksc.storage.files import FileIdentity, UseMmap
 from dasksc.storage.remote.client import ObjectIdentity, pauses
+from dasksc.storage.remote.remote_file import Cache
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import METADATA
 from dasksc.storage.zarr.direct import metadata_of
+from dasksc.storage.zarr.layout import METADATA
 
 T = TypeVar("T")
 
@@ -36,8 +37,10 @@ _CODE = ("pickle", "numcodecs.pickle")
 class ZarrFile:
     """Zarr store, opened in each process on first use."""
 
-    def __init__(self, path: str | RemoteLocation) -> None:
+    def __init__(self, path: str | RemoteLocation, *, use_mmap: UseMmap = "auto", cache: Cache | None = None) -> None:
         self.path = path
+        self.use_mmap = use_mmap
+        self.cache = cache
         self._opened: tuple[int, Store] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage import ColumnMaps, ConcatenatedMatrix, RowBuffer, combined, open_matrix
+from dasksc.storage import ColumnMaps, ConcatenatedMatrix, RowBuffer, open_matrix
 from dasksc.storage.matrices import CSRMatrix
 from tests.support.data import make_values, write_store
 
@@ -54,7 +54,7 @@ def test_rows_fetched_together_equal_those_fetched_one_part_after_the_other(
     maps: ColumnMaps | None, rows: NDArray[np.int64], folder: Path
 ) -> None:
     joined = joined_in(folder, maps)
-    with mock.patch.object(combined, "_locate_mapped", return_value=None):
+    with mock.patch.object(ConcatenatedMatrix, "_fetch_together", return_value=None):
         slow = joined.fetch(rows)
     with mock.patch.object(CSRMatrix, "fetch", side_effect=AssertionError("a part is fetched by itself")):
         fast = joined.fetch(rows)

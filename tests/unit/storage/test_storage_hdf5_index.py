@@ -230,4 +230,4 @@ def test_values_that_are_not_where_hdf5_says_are_left_to_it(
     read = LocalFile.read
     monkeypatch.setattr(LocalFile, "read", lambda self, offset, into: read(self, offset - 512, into))
     with h5py.File(path) as file, pytest.raises(UnknownLayoutError, match="user block"):
-        direct_array(LocalFile(FileIdentity.of(str(path))), file["X"], label="X", use_mmap=False)
+        direct_array(LocalFile(FileIdentity.of(str(path))), file["X"], label="X")
