@@ -561,6 +561,19 @@ def has_infinity(bits, infinity):
 
 
 @kernel
+def exceeds(positions, lengths, rows_at, n_bits, is_signed, like):
+    """Return True if a value in any of the rows at `positions` has more than `n_bits` bits."""
+    # `like` has the type int64, also for uint64 values; then `is_signed` is 0, otherwise -1.
+    found = np.int64(0)
+    for i in range(len(positions)):
+        row = positions[i]
+        for k in range(lengths[row]):
+            value = load(rows_at[row], k, like)
+            found |= value ^ ((value >> np.int64(63)) & is_signed)
+    return (np.uint64(found) >> np.uint64(n_bits)) != 0
+
+
+@kernel
 def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
     """Copy runs of rows ``[starts[i], stops[i])`` into `out`, one after the other; they may span several extents."""
     # Run i begins in extent extents[i]. Extent e holds rows [firsts[e], ends[e]) of `row_bytes` bytes each, from byte

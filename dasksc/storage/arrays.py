@@ -159,7 +159,8 @@ def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
     """Return the data type for computation on values of a stored type."""
     # It is floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which SciPy
-    # does not support. It represents values of up to 32 bits exactly, and rounds larger integers.
+    # does not support. It represents values of up to 32 bits exactly. Gathering a row raises an error if it has a
+    # 64-bit integer that float64 rounds.
     if stored.kind == "f":
         return memory_dtype(stored)
     return np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)

@@ -57,23 +57,24 @@ def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     """Return an array to which the kernels can write values of the `source` type."""
     # The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    # the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. Only the
-    # first condition matters for a float or boolean `out`: floats round values, and booleans record only whether values
-    # are nonzero. The kernels round to bfloat16, but do not check the values, so a new array is returned.
+    # the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is
+    # also needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only
+    # the first condition matters for a float or boolean `out`: floats round values, and booleans record only whether
+    # values are nonzero. The kernels round to bfloat16, but do not check the values, so a new array is returned.
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
 
 def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if the kernels can write values of the `source` type as `dtype`; see `kernel_target`."""
     wraps = dtype.kind in "iu" and not np.can_cast(source, dtype, "safe")
-    return not wraps and has_kernel_dtype(dtype)
+    return not wraps and not may_round(source, dtype) and has_kernel_dtype(dtype)
 
 
 def can_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if the kernels can round values of the `source` type to `dtype`, of two bytes, as `cast` does."""
     if dtype == np.float16:  # NumPy rounds to it once, so float32 must represent the values
         return source != dtype and np.can_cast(source, np.float32)
-    return bool(dtype == BFLOAT16)
+    return dtype == BFLOAT16 and not may_round(source, dtype)
 
 
 def written(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], np.uint16 | None]:
@@ -82,11 +83,18 @@ def written(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArra
     return (out, like, None) if infinity is None else (out.view(np.uint16), rounded(like, text_of(out.dtype)), infinity)
 
 
+def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if `source` is a 64-bit integer type and `dtype` a float type."""
+    return source.kind in "iu" and source.itemsize == 8 and (dtype.kind == "f" or dtype == BFLOAT16)
+
+
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
     """Return True if `out`, a cast of `values`, represents all of them."""
-    # The rounding to a float type is disregarded.
+    # The rounding of floats is disregarded, and that of integers that float64 represents.
     if not values.size:
         return True
+    if may_round(values.dtype, out.dtype) and not _fit_float64(values).all():
+        return False
     if out.dtype.kind not in "iu":
         return bool(np.isfinite(out).all()) or bool(representable(values, out).all())
     limits = np.iinfo(out.dtype)
@@ -98,10 +106,18 @@ def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
 def representable(values: NDArray[Any], out: NDArray[Any]) -> NDArray[np.bool_]:
     """Return a mask of the values that `out`, a cast to an integer or float type, represents, as `holds_all` does."""
     if out.dtype.kind not in "iu":
-        return np.asarray(~np.isfinite(values) | np.isfinite(out))
+        finite = np.asarray(~np.isfinite(values) | np.isfinite(out))
+        return finite & _fit_float64(values) if may_round(values.dtype, out.dtype) else finite
     limits = np.iinfo(out.dtype)
     in_range = np.array([limits.min <= value <= limits.max for value in values.ravel().tolist()]).reshape(values.shape)
     return np.asarray(in_range & (values == np.floor(values)) if values.dtype.kind == "f" else in_range)
+
+
+def _fit_float64(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return a mask of the integers that float64 represents: all their bits fit into 53 neighboring bits."""
+    sizes = np.abs(values).astype(np.uint64)
+    lowest = sizes & (~sizes + np.uint64(1))
+    return np.asarray(sizes // np.maximum(lowest, np.uint64(1)) <= np.uint64(2**53))
 
 
 def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:

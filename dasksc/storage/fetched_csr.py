@@ -59,7 +59,7 @@ class CSRRowBuffer(RowBuffer):
         columns: Columns | None = None,
     ) -> None:
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        held = self.data.dtype
+        held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
         if (converts(held, out.dtype) or can_round(held, out.dtype)) and self._scatter(positions, out, columns):
             return
         # Values to be summed or checked are converted as CSR, which has fewer, and their bits are written.
@@ -116,7 +116,8 @@ class CSRRowBuffer(RowBuffer):
             n_values = int(indptr[-1])
         indices = empty(n_values, np.int32)
         data = empty(n_values, dtype)
-        target = data if can_round(self.data.dtype, dtype) else kernel_target(data, self.data.dtype)
+        held = self._source_dtype(self.data, self.lengths, positions, dtype)
+        target = data if can_round(held, dtype) else kernel_target(data, held)
         if not self._copy(positions, (indptr, indices, target), columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, (indptr, indices, sums), columns)
@@ -159,7 +160,7 @@ class CSRRowBuffer(RowBuffer):
         else:
             indptr = indptr_of(self.lengths)
             columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
-            target = kernel_target(values, self.data.dtype)
+            target = kernel_target(values, self._source_dtype(self.data, self.lengths, positions, data))
             self._copy(positions, (indptr, columns, target), None, any_order=True)
             if target is not values:
                 self._cast(target, values, positions, indptr)

@@ -13,7 +13,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.columns import NOWHERE, Columns, Sums
-from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, written
+from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, may_round, written
 from dasksc.storage.fetched_rows import Empty, Layout, Origins, RowBuffer, check_gather, indptr_of
 
 
@@ -57,7 +57,11 @@ class DenseRowBuffer(RowBuffer):
             self._cast(values, out, positions)
             return
         sources = self._sources(columns)
-        target = kernel_target(out, self.values.dtype)
+        held = self.values.dtype
+        if may_round(held, out.dtype):
+            widths = np.array([self.shape[1]]) if sources is None else sources.max(axis=1, initial=-1) + 1
+            held = self._source_dtype(self.values, widths[self._maps], positions, out.dtype)
+        target = kernel_target(out, held)
         if sources is None:
             kernels.copy_rows(positions, self.values.at, target, self.values.like)
         else:

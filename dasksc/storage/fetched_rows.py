@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError, StorageError
+from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import RowPointers, memory_dtype
 from dasksc.storage.columns import ColumnMaps, Columns
-from dasksc.storage.dtypes import cast, holds_all, representable, text_of
+from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
 
 Layout = Literal["csr", "dense"]
 Empty: TypeAlias = Callable[[Any, DTypeLike], NDArray[Any]]
@@ -147,8 +148,19 @@ class RowBuffer:
         raise InputError(
             f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which "
             f"dtype={text_of(out.dtype)!r} cannot hold: it would become {made.flat[element]}. "
-            f"Request dtype={self.dtype.name!r}."
+            f"Request dtype={(values if may_round(values.dtype, self.dtype) else self).dtype.name!r}."
         )
+
+    def _source_dtype(
+        self, values: RowPointers, lengths: NDArray[np.int64], positions: NDArray[np.int64], dtype: np.dtype[Any]
+    ) -> np.dtype[Any]:
+        """Return the data type of stored `values` to be written as `dtype`."""
+        # It is float64 for 64-bit integers that no float64 rounds, which can be written as floats without a check.
+        if not may_round(values.dtype, dtype):
+            return values.dtype
+        is_signed = np.int64(-1 if values.dtype.kind == "i" else 0)
+        exceeds = kernels.exceeds(positions, lengths, values.at, 53, is_signed, values.like.view(np.int64))
+        return values.dtype if exceeds else np.dtype(np.float64)
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
         """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""

@@ -16,7 +16,7 @@ import torch
 import zarr
 
 import dasksc
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, FetchError, InputError
 from dasksc.pushdown import gather_block, matrix_of
 from tests.support.data import (
     dense,
@@ -161,3 +161,30 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=requested, layout=tensors)
     (batch,) = fitting
     np.testing.assert_array_equal(batch.to_dense().numpy(), X[:2])
+
+
+@pytest.mark.parametrize(("stored", "value"), [("int64", 2**53 + 1), ("uint64", 2**64 - 1)])
+@pytest.mark.parametrize("tensors", ["dense", "csr"])
+def test_an_integer_that_float64_rounds_is_refused_with_its_row(
+    stored: str, value: int, tensors: str, tmp_path: Path
+) -> None:
+    X = np.array([[0, 1, 2**60], [3, 0, 2**53], [5, value, 6]], dtype=stored)
+    other = X.astype("float64")
+    other[2, 1] = 4
+    path, narrow = (
+        write_store(ad.AnnData(X=sp.csr_matrix(one)), tmp_path, "h5ad", name)
+        for one, name in ((X, "wide"), (other, "narrow"))
+    )
+    options: dict[str, Any] = {"strategy": dasksc.Streaming(), "batch_size": 6, "layout": tensors}
+    for collection, dtype in ((path, "float32"), (path, None), ([path, narrow], "float32")):
+        with pytest.raises((InputError, FetchError), match=f"{value}.*dtype='{stored}'"):
+            list(dasksc.scDataset(collection, dtype=dtype, **options))
+    lazy = dasksc.open(path).X
+    with pytest.raises(InputError, match=f"row 2 .*{value}"):
+        (lazy * 2).compute()
+    np.testing.assert_array_equal(dense(lazy[:2].compute()), X[:2].astype("float64"))
+    # Genes without such a value, and an integer type, are read.
+    (some,) = dasksc.scDataset(path, genes=["0", "2"], dtype="float64", **options)
+    np.testing.assert_array_equal(some.to_dense().numpy(), X[:, [0, 2]].astype("float64"))
+    (whole,) = dasksc.scDataset(path, dtype=stored, **(options | {"layout": "dense"}))
+    np.testing.assert_array_equal(whole.numpy(), X)
