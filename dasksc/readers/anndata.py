@@ -83,7 +83,7 @@ class AnnDataStore(Store):
             tables, _ = self._old
             table = tables[name] if name in tables else table_of_records(stored)
             return table.copy(deep=False)
-        return read_table(stored, columns, has_names=has_names)
+        return read_table(stored, columns, self._path, has_names=has_names, mmap=self._options.mmap)
 
     def matrix(self, key: str) -> Any:
         """Open a matrix; read an element that is not a numeric matrix."""
@@ -106,13 +106,13 @@ class AnnDataStore(Store):
 
     def names(self) -> Iterator[Sequence[str]]:
         """Read the names of the cells in pieces, if their encoding allows it."""
-        pieces = stored_names(self._root["obs"])
+        pieces = stored_names(self._root["obs"], self._path)
         return names_in_pieces(self._table("obs", [], has_names=True).index) if pieces is None else pieces
 
     def names_type(self) -> tuple[str | None, Any] | None:
         """Return the type of the index of obs, if the names can be read in pieces."""
         stored = self._root["obs"]
-        found = stored_names_type(stored)
+        found = stored_names_type(stored, self._path)
         if found is not None:
             self._sizes.check("obs", parts_of_table(stored, [], has_names=True))
         return found

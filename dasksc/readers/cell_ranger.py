@@ -172,7 +172,9 @@ class CellRangerStore(Store):
             return np.asarray(stored[()])
         if h5py.check_string_dtype(stored.dtype) is None:
             return np.asarray(stored[()]).astype(str).astype(object)
-        return np.asarray(read_names(stored) if stored.dtype.kind == "O" else stored.asstr("utf-8")[()], dtype=object)
+        if stored.dtype.kind == "O":
+            return np.asarray(read_names(stored, self._path, mmap=self._options.mmap), dtype=object)
+        return np.asarray(stored.asstr("utf-8")[()], dtype=object)
 
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""

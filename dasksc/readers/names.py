@@ -13,23 +13,20 @@ import zarr
 from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 
+from dasksc.storage import RemoteLocation, UseMmap
+from dasksc.storage.hdf5.direct import read_strings, strings_in_pieces
+
 _FEW_NAMES = 100_000
 _PIECE = 2**16
 
 
-def read_names(stored: Any) -> Any:
-    """Read the names of rows."""
-    kind = h5py.check_string_dtype(stored.dtype) if isinstance(stored, h5py.Dataset) else None
-    if kind is None or kind.length is not None:
-        return read_elem(stored)
-    names = _strings(stored)[()]
+def read_names(stored: Any, path: str | RemoteLocation, *, mmap: UseMmap) -> Any:
+    """Read the names of rows; those of a local HDF5 file are read without the HDF5 library if possible."""
+    names = None
+    if isinstance(stored, h5py.Dataset) and not isinstance(path, RemoteLocation) and mmap is not False:
+        names = read_strings(stored, path)
     # The data type is derived from one name: pandas would need 40 bytes per name to find the same type.
-    return pd.Index(names, dtype=pd.Index(names[:1]).dtype)
-
-
-def _strings(stored: h5py.Dataset) -> Any:
-    """Return a view of a dataset whose elements are strings; surrogates stand for bytes that are not UTF-8."""
-    return stored.asstr("utf-8", "surrogateescape")
+    return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
 
 
 def nameless_index(n: int) -> pd.Index[Any]:
@@ -57,21 +54,21 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
         yield names[start : start + _PIECE].astype(str).tolist()
 
 
-def stored_names(stored: Any) -> Iterator[list[str]] | None:
+def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
     """Yield the names of a stored obs table, some at a time; return None if they can only be read as a whole."""
     index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
     if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
         index = index["values"]  # No name is missing, so the mask is False everywhere.
     if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
-        return _pieces_of(_strings(index), len(index))
+        return _pieces_of_hdf5(index, path)
     if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":
         return _pieces_of(index, index.shape[0])
     return None
 
 
-def stored_names_type(stored: Any) -> tuple[str | None, Any] | None:
+def stored_names_type(stored: Any, path: Any) -> tuple[str | None, Any] | None:
     """Return the `name` and `dtype` of the index of a stored obs table; None if it can only be read as a whole."""
-    if stored.attrs.get("encoding-version") != "0.2.0" or stored_names(stored) is None:
+    if stored.attrs.get("encoding-version") != "0.2.0" or stored_names(stored, path) is None:
         return None
     key = str(stored.attrs["_index"])
     encoding = stored[key].attrs.get("encoding-type")
@@ -95,10 +92,20 @@ def dtype_of_nullable(encoding: str, version: str, na_value: str | None) -> Any:
     return read_elem(sample).dtype
 
 
-def _pieces_of(array: Any, n: int) -> Iterator[list[str]]:
+def _pieces_of_hdf5(index: h5py.Dataset, path: Any) -> Iterator[list[str]]:
+    start = 0
+    if not isinstance(path, RemoteLocation):
+        for piece in strings_in_pieces(index, path, _PIECE):
+            if piece is not None:
+                yield piece
+                start += len(piece)
+    yield from _pieces_of(index.asstr(), len(index), start)
+
+
+def _pieces_of(array: Any, n: int, first: int = 0) -> Iterator[list[str]]:
     # A chunk of Zarr is decoded as a whole.
     n_together = max([_PIECE, *(getattr(array, "chunks", None) or ())])
-    for begin in range(0, n, n_together):
+    for begin in range(first, n, n_together):
         read = np.asarray(array[begin : begin + n_together])
         for start in range(0, len(read), _PIECE):
             yield read[start : start + _PIECE].astype(object).tolist()

@@ -1,13 +1,14 @@
 """Opening of ``.h5ad`` files as parts of a large atlas: few calls of HDF5, for the usual encodings only.
 
-Lists of genes and categories that an earlier file had are recognised by a digest of their bytes, without decoding
-them. The result equals that of `AnnDataStore`, to which files with other encodings are left.
+Lists of genes and categories that an earlier file had are recognised by a digest of their bytes, without creating
+strings. The result equals that of `AnnDataStore`, to which files with other encodings are left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix
 from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
 from dasksc.storage.files import LocalFile
-from dasksc.storage.hdf5.direct import direct_array
+from dasksc.storage.hdf5.direct import direct_array, packed_strings, split_strings
 from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.matrices import CSRMatrix, DenseMatrix
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -90,15 +91,20 @@ def blocks_ahead(file: RemoteFile, obs: Sequence[str] | None, options: OpenOptio
 class _File:
     def __init__(self, file: str | RemoteFile, options: OpenOptions, reader: BlockReader | None = None) -> None:
         self.options = options
+        self.bytes: NDArray[np.uint8] | None = None
         if isinstance(file, RemoteFile):
             self.file: LocalFile | RemoteFile = file
             if file.content is None:
                 self.id = h5py.File(reader or BlockReader(file), "r").id
             else:
+                self.bytes = np.frombuffer(file.content, dtype=np.uint8)
                 self.id = h5f.open_file_image(file.content)
         else:
             self.file = LocalFile.of(file, options.mmap)
             self.id = h5f.open(os.fsencode(file), h5f.ACC_RDONLY)
+            if self.file.use_mmap is not False:
+                with open(file, "rb") as opened:
+                    self.bytes = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         if self.id.get_create_plist().get_userblock():
             raise _OtherEncodingError
 
@@ -136,7 +142,7 @@ class _File:
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
         n = _length(names)
-        index = pd.Index(_texts(_strings(names)), dtype=dtype) if self.options.has_names else _nameless(n)
+        index = pd.Index(_texts(*self._packed(names)), dtype=dtype) if self.options.has_names else _nameless(n)
         if index_key != "_index" and self.options.has_names:
             index = index.rename(index_key)
         if not columns:
@@ -149,11 +155,11 @@ class _File:
         if index_key not in _members(table):
             raise _OtherEncodingError
         names, dtype = self._names(table, index_key)
-        held = _strings(names)
-        key = (_digest(held), index_key, dtype)
+        packed, sizes = self._packed(names)
+        key = (_digest(packed, sizes), index_key, dtype)
         known = _genes.get(key)
         if known is None:
-            index = pd.Index(_texts(held), dtype=dtype, name=None if index_key == "_index" else index_key)
+            index = pd.Index(_texts(packed, sizes), dtype=dtype, name=None if index_key == "_index" else index_key)
             known = _genes[key] = pd.DataFrame(index=index, columns=[])
         return known
 
@@ -188,12 +194,25 @@ class _File:
     def _categories(self, values: h5d.DatasetID, *, is_ordered: bool) -> pd.CategoricalDtype:
         if values.dtype.kind != "O":
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
-        held = _strings(values)
-        digest = _digest(held)
+        packed, sizes = self._packed(values)
+        digest = _digest(packed, sizes)
         known = _categories.get(digest)
         if known is None:
-            known = _categories[digest] = pd.CategoricalDtype(_texts(held)).categories
+            known = _categories[digest] = pd.CategoricalDtype(_texts(packed, sizes)).categories
         return pd.CategoricalDtype(known, ordered=is_ordered)
+
+    def _packed(self, strings: h5d.DatasetID) -> tuple[bytes, NDArray[np.int64]]:
+        """Return strings, concatenated, and their sizes in bytes."""
+        kind = h5py.check_string_dtype(strings.dtype)
+        if kind is None or kind.length is not None:
+            raise _OtherEncodingError
+        n, offset = _length(strings), strings.get_offset()
+        if self.bytes is not None and offset is not None and strings.get_storage_size() == 16 * n:
+            found = packed_strings(self.bytes, offset, n)
+            if found is not None:
+                return found
+        raw = _read(strings)
+        return b"".join(raw), np.fromiter(map(len, raw), dtype=np.int64, count=n)
 
     def _matrix(self, key: str) -> Matrix:
         label = f"{self.file.path}:/{key}"
@@ -292,19 +311,9 @@ def _read(dataset: h5d.DatasetID) -> NDArray[Any]:
     return values
 
 
-def _strings(dataset: h5d.DatasetID) -> NDArray[Any]:
-    """Read strings as bytes."""
-    kind = h5py.check_string_dtype(dataset.dtype)
-    if kind is None or kind.length is not None:
-        raise _OtherEncodingError
-    _length(dataset)
-    return _read(dataset)
+def _digest(packed: bytes, sizes: NDArray[np.int64]) -> bytes:
+    return hashlib.blake2b(sizes.tobytes() + packed, digest_size=16).digest()
 
 
-def _digest(strings: NDArray[Any]) -> bytes:
-    sizes = np.fromiter(map(len, strings), dtype=np.int64, count=len(strings))
-    return hashlib.blake2b(sizes.tobytes() + b"".join(strings), digest_size=16).digest()
-
-
-def _texts(strings: NDArray[Any]) -> NDArray[Any]:
-    return np.array([one.decode("utf-8", "surrogateescape") for one in strings], dtype=object)
+def _texts(packed: bytes, sizes: NDArray[np.int64]) -> NDArray[Any]:
+    return np.array(split_strings(packed, sizes), dtype=object)

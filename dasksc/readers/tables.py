@@ -17,7 +17,7 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.memory import memory_limit
 from dasksc.readers.arrays import is_group
 from dasksc.readers.names import nameless_index, read_names
-from dasksc.storage import RemoteLocation
+from dasksc.storage import RemoteLocation, UseMmap
 from dasksc.storage.hdf5.reader import check_item
 
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
@@ -25,7 +25,9 @@ from dasksc.storage.hdf5.reader import check_item
 _ROOM_BYTES = 2**30
 
 
-def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -> pd.DataFrame:
+def read_table(
+    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap
+) -> pd.DataFrame:
     """Read a table; only `columns`, if the encoding stores columns separately."""
     version = stored.attrs.get("encoding-version")
     if version != "0.2.0" and (columns is None or version == "0.1.0"):
@@ -34,7 +36,7 @@ def read_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -
     index_key = stored.attrs["_index"]
     kept = column_order(stored) if columns is None else columns
     if has_names:
-        index = read_names(stored[index_key])
+        index = read_names(stored[index_key], path, mmap=mmap)
     else:
         names = stored[index_key]
         if is_group(names):  # of categorical or nullable strings
