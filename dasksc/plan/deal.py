@@ -83,27 +83,23 @@ class ConsumedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """Units to distribute to the ranks."""
+    """Units to distribute to the ranks, and the sizes of the shares of all ranks, in closed form."""
 
     # first, n_full: First position and number of the full blocks to distribute. They are a range of the block order.
     first: int
     n_full: int
     rest: _Int64s  # Positions, in storage order, of all other units to distribute, shape (n_rest,), int64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSizes:
-    """Sizes of the shares of all ranks in units of the sampler, in closed form."""
-
-    n_dealt: int  # Number of units to deal
-    # n_full, block_size: Number of full blocks among them, and units per block.
-    n_full: int
+    # block_size, batch_size: In units.
     block_size: int
-    batch_size: int  # Number of units in a batch
-    world_size: int  # Number of ranks
+    batch_size: int
+    world_size: int
     # drop_last, equal_ranks: As for `EpochPlan`.
     drop_last: bool
     equal_ranks: bool
+
+    @property
+    def n_dealt(self) -> int:
+        return self.n_full * self.block_size + len(self.rest)
 
     @property
     def n_rounds(self) -> int:
@@ -160,24 +156,18 @@ class RankSequence:
     """Units of a rank in order: rounds of full blocks, and a piece of leftover units before one of the rounds."""
 
     rank: int  # Rank that reads the sequence
-    sizes: RankSizes  # Sizes of the shares of all ranks
-    order: BlockOrder  # Order of the full blocks
     deal: Deal  # Units to distribute to the ranks
+    order: BlockOrder  # Order of the full blocks
     piece_round: int  # Round before which every rank inserts its piece
     left_from: int  # Offset at which dealing of the leftover units begins
-
-    @property
-    def end_of_piece(self) -> int:
-        """Position in the sequence of the last unit of the piece; if the rank is padded, this is the repeated unit."""
-        return self.piece_round * self.sizes.block_size + len(self.piece) - 1
 
     @cached_property
     def piece(self) -> _Int64s:
         """Storage positions of this rank's piece of the leftover units."""
-        n_left = self.sizes.n_left
-        size, n_larger = divmod(n_left, self.sizes.world_size)
+        n_left = self.deal.n_left
+        size, n_larger = divmod(n_left, self.deal.world_size)
         start = self.left_from + self.rank * size + min(self.rank, n_larger)
-        piece = np.empty(self.sizes.n_piece(self.rank), dtype=np.int64)
+        piece = np.empty(self.deal.n_piece(self.rank), dtype=np.int64)
         for done in range(0, len(piece), _COMPUTED_AT_ONCE):
             out = piece[done : done + _COMPUTED_AT_ONCE]
             leftover = np.arange(start + done, start + done + len(out), dtype=np.int64)
@@ -186,8 +176,8 @@ class RankSequence:
 
     def _left_at(self, leftover: _Int64s) -> _Int64s:
         """Return the storage positions of the leftover units with the numbers `leftover`."""
-        deal, block_size = self.deal, self.sizes.block_size
-        n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
+        deal, block_size = self.deal, self.deal.block_size
+        n_full = deal.n_full - deal.n_rounds * deal.world_size
         block, within = np.divmod(leftover, block_size)
         is_full = block < n_full
         found = np.empty_like(leftover)
@@ -199,33 +189,37 @@ class RankSequence:
     def positions(self, start: int, stop: int) -> _Int64s:
         """Return the storage positions of the range ``[start, stop)`` of the sequence, in the order of the sequence."""
         out = np.empty(stop - start, dtype=np.int64)
-        sizes, order = self.sizes, self.order
-        dealt = start, sizes.block_size, self.rank, sizes.world_size, self.deal.first, self.piece_round, self.piece
+        deal, order = self.deal, self.order
+        dealt = start, deal.block_size, self.rank, deal.world_size, deal.first, self.piece_round, self.piece
         permute.deal(*dealt, order.n_blocks, order.table, order.half_bits, order.round_keys, out)
         return out
 
+    def own(self, positions: _Int64s) -> _Int64s:
+        """Return the positions without the repeated unit that pads this rank, which another rank also receives."""
+        return positions[positions != self.piece[-1]] if self.deal.is_padded(self.rank) else positions
+
     def n_begun(self, position: int) -> int:
         """Return the number of rounds that begin before a position in the sequence."""
-        before = self.piece_round * self.sizes.block_size
+        before = self.piece_round * self.deal.block_size
         if position <= before:
-            return -(-position // self.sizes.block_size)
-        return max(self.piece_round, -(-(position - len(self.piece)) // self.sizes.block_size))
+            return -(-position // self.deal.block_size)
+        return max(self.piece_round, -(-(position - len(self.piece)) // self.deal.block_size))
 
     def n_ended(self, position: int) -> int:
         """Return the number of rounds that end at or before a position in the sequence."""
-        ended = (position - len(self.piece)) // self.sizes.block_size
-        return ended if ended > self.piece_round else min(self.piece_round, position // self.sizes.block_size)
+        ended = (position - len(self.piece)) // self.deal.block_size
+        return ended if ended > self.piece_round else min(self.piece_round, position // self.deal.block_size)
 
     def outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the parts of a range of the sequence that lie outside rounds ``[first, end)``."""
         if first == end:
             return [(start, stop)]
         where, n_piece = self.piece_round, len(self.piece)
-        begin = first * self.sizes.block_size + (n_piece if first >= where else 0)
-        finish = end * self.sizes.block_size + (n_piece if end > where else 0)
+        begin = first * self.deal.block_size + (n_piece if first >= where else 0)
+        finish = end * self.deal.block_size + (n_piece if end > where else 0)
         spans = [(start, begin), (finish, stop)]
         if first < where < end:
-            spans.append((where * self.sizes.block_size, where * self.sizes.block_size + n_piece))
+            spans.append((where * self.deal.block_size, where * self.deal.block_size + n_piece))
         return spans
 
 
@@ -243,7 +237,7 @@ def ascending(rows: _Int64s) -> tuple[_Int64s, _Int64s]:
     return keys >> n_bits, positions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FetchPlan:
     """Rows of one fetch and the order in which they are yielded."""
 
@@ -257,16 +251,6 @@ class FetchPlan:
     groups: _Int64s | None = None
     # Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None without controls.
     controls: _Int64s | None = None
-
-    @classmethod
-    def of_sets(
-        cls, number: int, groups: _Int64s, targets: _Int64s, controls: _Int64s | None, *, batch_size: int
-    ) -> FetchPlan:
-        """Return the plan of a fetch of whole sets, which reads targets and controls in one pass."""
-        n = len(targets)
-        rows, order = ascending(targets if controls is None else np.concatenate([targets, controls]))
-        beside = None if controls is None else order[n:].reshape(n, -1)
-        return cls(number=number, rows=rows, order=order[:n], batch_size=batch_size, groups=groups, controls=beside)
 
     @property
     def n_batches(self) -> int:

@@ -36,7 +36,7 @@ from dasksc.checks import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, FetchPlan, RankSequence, RankSizes, ascending, rotated
+from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, FetchPlan, RankSequence, ascending, rotated
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.labels import Diversity, diversity_of, encode_labels
 from dasksc.plan.samplers import Draw, Sampler, StratifiedSampler
@@ -132,7 +132,7 @@ class EpochPlan:
     @property
     def n_dealt(self) -> int:
         """Number of rows of the epoch that no consumed segment has read."""
-        return self._sizes.n_dealt * self.sampler.unit
+        return self._deal.n_dealt * self.sampler.unit
 
     @property
     def fetch_rows(self) -> int:
@@ -166,22 +166,9 @@ class EpochPlan:
             return self.consumed[0].batch_size * self.consumed[0].fetch_factor
         return self._fetch_units
 
-    @cached_property
-    def _sizes(self) -> RankSizes:
-        deal = self._deal
-        return RankSizes(
-            n_dealt=deal.n_full * self._block + len(deal.rest),
-            n_full=deal.n_full,
-            block_size=self._block,
-            batch_size=self._batch,
-            world_size=self.world_size,
-            drop_last=self.drop_last,
-            equal_ranks=self.equal_ranks,
-        )
-
     @property
     def _n_rank_units(self) -> int:
-        return self._sizes.n_yielded(self.rank)
+        return self._deal.n_yielded(self.rank)
 
     @property
     def n_rank_rows(self) -> int:
@@ -201,17 +188,17 @@ class EpochPlan:
     @property
     def n_padded(self) -> int:
         """Number of rows, over all ranks, that are repeated so that ranks yield equal numbers of rows."""
-        return self._sizes.n_padded * self.sampler.unit
+        return self._deal.n_padded * self.sampler.unit
 
     @property
     def n_dropped(self) -> int:
         """Number of the `n_dealt` rows that no rank yields."""
-        return self._sizes.n_dropped * self.sampler.unit
+        return self._deal.n_dropped * self.sampler.unit
 
     @property
     def n_rank_padded(self) -> int:
         """Number of repeated rows that this rank yields: at most one row, or the rows of one set or one batch."""
-        return int(self._sizes.is_padded(self.rank)) * self.sampler.unit
+        return int(self._deal.is_padded(self.rank)) * self.sampler.unit
 
     @property
     def n_rank_dropped(self) -> int:
@@ -219,7 +206,7 @@ class EpochPlan:
 
         To keep the ranks equal, some rows may be dealt to no rank; `n_dropped` also counts those.
         """
-        return (self._sizes.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
+        return (self._deal.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
     # --- The draw, the order of blocks, and the piece of this rank ---
 
@@ -236,19 +223,29 @@ class EpochPlan:
 
     @cached_property
     def _deal(self) -> Deal:
-        if not self.consumed:
-            n_full = self._n_units // self._block
-            return Deal(first=0, n_full=n_full, rest=np.arange(n_full * self._block, self._n_units, dtype=np.int64))
-        *before, last = self.consumed
-        plan = dataclasses.replace(
-            self,
-            consumed=tuple(before),
-            rank=0,
-            world_size=last.world_size,
-            batch_size=last.batch_size,
-            fetch_factor=last.fetch_factor,
+        first, n_full = 0, self._n_units // self._block
+        rest = np.arange(n_full * self._block, self._n_units, dtype=np.int64)
+        if self.consumed:
+            *before, last = self.consumed
+            plan = dataclasses.replace(
+                self,
+                consumed=tuple(before),
+                rank=0,
+                world_size=last.world_size,
+                batch_size=last.batch_size,
+                fetch_factor=last.fetch_factor,
+            )
+            first, n_full, rest = plan._after(last.n_batches)
+        return Deal(
+            first=first,
+            n_full=n_full,
+            rest=rest,
+            block_size=self._block,
+            batch_size=self._batch,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+            equal_ranks=self.equal_ranks,
         )
-        return plan._after(last.n_batches)
 
     def _keys(self, purpose: Purpose, n: int) -> NDArray[np.uint64]:
         """Return keys that differ between the segments of an epoch."""
@@ -257,20 +254,18 @@ class EpochPlan:
 
     @cached_property
     def _sequence(self) -> RankSequence:
-        sizes, sampler = self._sizes, self.sampler
+        deal, sampler = self._deal, self.sampler
         round_key, left_key = self._keys(Purpose.DEAL, 2)
         # If blocks are in storage order, the piece comes last. The leftover units are dealt from a random one on, so
         # that the surplus units vary.
         at_random = sampler.shuffle_blocks or sampler.shuffle_rows
+        n_rounds = deal.n_rounds
         return RankSequence(
             rank=self.rank,
-            sizes=sizes,
+            deal=deal,
             order=self._order,
-            deal=self._deal,
-            piece_round=int(permute.below(round_key, 0, sizes.n_rounds + 1))
-            if sampler.shuffle_blocks
-            else sizes.n_rounds,
-            left_from=int(permute.below(left_key, 0, sizes.n_left)) if at_random and sizes.n_left else 0,
+            piece_round=int(permute.below(round_key, 0, n_rounds + 1)) if sampler.shuffle_blocks else n_rounds,
+            left_from=int(permute.below(left_key, 0, deal.n_left)) if at_random and deal.n_left else 0,
         )
 
     def _stored(self, positions: _Int64s) -> _Int64s:
@@ -293,7 +288,12 @@ class EpochPlan:
             raise IndexError(f"fetch {k} is out of range; there are {self.n_fetches}, numbered from 0")
         positions, order = self._units(k)
         if isinstance(self._draw, SetDraw):
-            return FetchPlan.of_sets(k, *self._draw.sets(positions[order]), batch_size=self.batch_size)
+            groups, targets, controls = self._draw.sets(positions[order])
+            n = len(targets)
+            # Targets and controls are read in one pass.
+            rows, order = ascending(targets if controls is None else np.concatenate([targets, controls]))
+            beside = None if controls is None else order[n:].reshape(n, -1)
+            return FetchPlan(k, rows, order[:n], self.batch_size, groups, beside)
         unit = self.sampler.unit
         stored = self._stored(positions)
         if unit > 1:
@@ -306,14 +306,14 @@ class EpochPlan:
             # The rows are read in ascending order, and yielded in the order of the draw.
             rows, positions = ascending(rows)
             order = positions[order]
-        return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
+        return FetchPlan(k, rows, order, self.batch_size)
 
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
         """Return the storage positions of the units of a fetch, and the order in which they are yielded."""
         start = k * self._fetch_units
         # The units to drop are still part of the last fetch here, so that a random subset is dropped after the
         # permutation.
-        stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
+        stop = min(start + self._fetch_units, self._deal.n_sequence(self.rank))
         positions = self._sequence.positions(start, stop)
         order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
@@ -365,14 +365,14 @@ class EpochPlan:
     def of_rank(self, rank: int) -> EpochPlan:
         """Return the plan of another rank for the same epoch, without drawing the rows again."""
         other = dataclasses.replace(self, rank=rank)
-        for name in ("_draw", "_order", "_deal", "_sizes"):
+        for name in ("_draw", "_order", "_deal"):
             other.__dict__[name] = getattr(self, name)
         return other
 
     # --- Remaining rows of a partly read epoch ---
 
-    def _after(self, n_batches: int) -> Deal:
-        """Return the rows that remain to deal after every rank has yielded `n_batches`."""
+    def _after(self, n_batches: int) -> tuple[int, int, _Int64s]:
+        """Return the fields `first`, `n_full` and `rest` of the `Deal` after every rank has yielded `n_batches`."""
         plans = [self.of_rank(rank) for rank in range(self.world_size)]
         unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
@@ -383,21 +383,15 @@ class EpochPlan:
             first = end = 0
         for plan, (start, stop, _) in zip(plans, unread, strict=True):
             sequence = plan._sequence
-            for low, high in sequence.outside(start, stop, first, end):
-                rest.append(sequence.positions(low, high))
-                if self._sizes.is_padded(plan.rank) and low <= sequence.end_of_piece < high:
-                    rest[-1] = np.delete(rest[-1], sequence.end_of_piece - low)
+            outside = sequence.outside(start, stop, first, end)
+            rest += [sequence.own(sequence.positions(low, high)) for low, high in outside]
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
-        return Deal(
-            first=self._deal.first + first * self.world_size,
-            n_full=(end - first) * self.world_size,
-            rest=positions,
-        )
+        return self._deal.first + first * self.world_size, (end - first) * self.world_size, positions
 
     def _unread(self, n_done: int) -> tuple[int, int, _Int64s]:
-        """Return the unread part of this rank's sequence after `n_done` units."""
+        """Return the unread part of this rank's sequence after `n_done` units, and the unread units outside it."""
         k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
         start, stop = k * self._fetch_units, self._n_rank_units
         loose = [np.empty(0, dtype=np.int64)]
@@ -413,15 +407,12 @@ class EpochPlan:
         if n_within:
             loosen(k, n_within)
             start += self._fetch_units
-        if self._sizes.n_sequence(self.rank) > stop and stop % self._fetch_units:
+        if self._deal.n_sequence(self.rank) > stop and stop % self._fetch_units:
             last = self.n_fetches - 1
             if last * self._fetch_units >= start:
                 loosen(last, 0)
             stop = last * self._fetch_units
-        found = np.concatenate(loose)
-        if self._sizes.is_padded(self.rank):
-            found = found[found != self._sequence.piece[-1]]
-        return start, max(start, stop), found
+        return start, max(start, stop), self._sequence.own(np.concatenate(loose))
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""
