@@ -221,14 +221,15 @@ class CellSets(BuiltInStrategy):
             groups = groups.kept(~is_short)
         if not len(groups.counts):
             raise self._no_sets_error(candidates)
-        ends = None
+        ends = cumulative = None
         if self.replace:
             n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
+            cumulative = np.cumsum(self._group_weights(by, groups.counts, candidates.rows(groups.first_rows())))
         else:
             n_short_rows = self.set_size - 1 if self.incomplete == "repeat" else 0
             ends = np.cumsum((groups.counts + n_short_rows) // self.set_size)
             n_sets = int(ends[-1])
-        sampler = SetSampler(
+        return SetSampler(
             candidates=candidates,
             groups=groups,
             columns=tuple(by),
@@ -236,7 +237,7 @@ class CellSets(BuiltInStrategy):
             n_sets=n_sets,
             # Neighbors in a group are neighbors in storage only if the rows of a group are stored together.
             block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
-            cumulative=None,
+            cumulative=cumulative,
             ends=ends,
             controls=controls,
             accounts={
@@ -248,7 +249,6 @@ class CellSets(BuiltInStrategy):
                 "drops_short": self.incomplete == "drop",
             },
         )
-        return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
 
     def _no_sets_error(self, candidates: Candidates) -> InputError:
         return InputError(
@@ -257,8 +257,10 @@ class CellSets(BuiltInStrategy):
             f"incomplete={self.incomplete!r} groups of fewer than {self.set_size} cells"
         )
 
-    def _group_weights(self, sampler: SetSampler) -> NDArray[np.float64]:
-        counts = sampler.groups.counts
+    def _group_weights(
+        self, columns: Sequence[CodedColumn], counts: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return the weight of each group, of which `rows` holds one row each."""
         if self.weights == "groups":
             return np.ones(len(counts))
         if not isinstance(self.weights, Mapping):
@@ -266,15 +268,15 @@ class CellSets(BuiltInStrategy):
         keys = [key if isinstance(key, tuple) and len(self.by) > 1 else (key,) for key in self.weights]
         if wrong := [key for key in keys if len(key) != len(self.by)]:
             raise MissingKeyError(f"weights contain {wrong[0]!r}; each key must be a tuple of {len(self.by)} labels")
-        of_key = [one.codes_of("weights", [key[i] for key in keys]) for i, one in enumerate(sampler.columns)]
+        of_key = [one.codes_of("weights", [key[i] for key in keys]) for i, one in enumerate(columns)]
         given = {
             codes: weight_of("weights", key, weight)
             for codes, (key, weight) in zip(zip(*of_key, strict=True), self.weights.items(), strict=True)
         }
-        groups = list(zip(*(codes.tolist() for codes in sampler.group_codes), strict=True))
+        groups = list(zip(*(column.codes[rows].tolist() for column in columns), strict=True))
         missing = [group for group in groups if group not in given]
         if missing:
-            some = tuple(one.labels[code] for one, code in zip(sampler.columns, missing[0], strict=True))
+            some = tuple(one.labels[code] for one, code in zip(columns, missing[0], strict=True))
             raise InputError(
                 f"weights lack {len(missing)} of {len(counts)} groups, such as {some}. Give each a weight, which may "
                 "be 0"
@@ -306,8 +308,7 @@ class CellSets(BuiltInStrategy):
             if not control:
                 raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
             masks = [column(name).where("control=", labels) for name, labels in control.items()]
-            matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
-            return matches
+            return np.asarray(np.logical_and.reduce(masks))
         mask = np.asarray(control)
         if mask.dtype != np.bool_ or mask.shape != (n_obs,):
             raise InputError(

@@ -49,24 +49,6 @@ class BlockOrder:
         return out
 
 
-def rotated(positions: _Int64s, *, n_units: int, block_size: int, seed: int, epoch: int) -> _Int64s:
-    """Rotate positions so that every row is equally likely to be dropped."""
-    # The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a random
-    # row. The short block, which would always hold the last rows of the epoch, starts at a random position and wraps
-    # around from the last row to the first.
-    short = n_units % block_size
-    end = n_units - short
-    turn, offset = (
-        int(permute.uniform(key, 0) * n)
-        for key, n in zip(epoch_keys(seed, epoch, Purpose.DEAL, n=4)[2:], (block_size, n_units), strict=True)
-    )
-    within = positions % block_size
-    turned = positions - within + (within + turn) % block_size
-    wrapped = max(0, offset + short - n_units)
-    turned += wrapped or short * (turned >= offset)
-    return np.where(positions < end, turned, (positions - end + offset) % max(1, n_units))
-
-
 # Number of positions of a piece that are computed at once.
 _COMPUTED_AT_ONCE = 2**20
 

@@ -1,25 +1,12 @@
 """Plan of an epoch: the rows that each rank reads, and their order.
 
 A plan is a pure function of its fields. Any fetch can be computed without the preceding ones, in time and memory that
-depend on the size of that fetch alone. The rows of an epoch, in storage order, are cut into blocks. The full blocks, in
-the order of the epoch, are dealt to the ranks in rounds, one block per rank. The leftover rows, at most W - 1 full
-blocks and a short block, are cut into W pieces whose sizes differ by at most one row. Every rank inserts its piece
-before the same round:
-
-.. code-block:: text
-
-    order      B7 B2 B9 B0 B4 B1 B8 B5 | B3 B6 b10          W = 4, two rounds, leftover: B3 B6 b10
-    rank 0     B7 [piece 0] B4
-    rank 1     B2 [piece 1] B1
-    rank 2     B9 [piece 2] B8
-    rank 3     B0 [piece 3] B5
-
-The sequence of a rank is cut into fetches, and fetches into batches. If an epoch is read in several segments, with
-different numbers of ranks or batch sizes, the rows that one segment leaves unread are dealt again in the next.
+depend on the size of that fetch alone. `docs/concepts/ranks.md` shows how the blocks of an epoch, and the leftover
+rows, are dealt to the ranks. If an epoch is read in several segments, with different numbers of ranks or batch sizes,
+the rows that one segment leaves unread are dealt again in the next.
 
 A plan deals units of the sampler: rows, sets of rows (`CellSets`) or batches (`ClassBalancedSampling` with
-``per_batch=True``). Internally, positions and the sizes of blocks, pieces and padding are in units; public sizes are in
-rows.
+``per_batch=True``). Private positions and sizes are in units, public ones in rows.
 """
 
 from __future__ import annotations
@@ -36,7 +23,7 @@ from dasksc.checks import whole_number
 from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, FetchPlan, RankSequence, ascending, rotated
+from dasksc.plan.deal import BlockOrder, ConsumedSegment, Deal, FetchPlan, RankSequence, ascending
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.labels import Diversity, diversity_of, encode_labels
 from dasksc.plan.samplers import Draw, Sampler, StratifiedSampler
@@ -269,10 +256,22 @@ class EpochPlan:
         )
 
     def _stored(self, positions: _Int64s) -> _Int64s:
-        """Rotate positions if rows may be dropped; otherwise, return them unchanged."""
+        """Rotate positions so that every row is equally likely to be dropped, if rows may be dropped."""
         if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
-        return rotated(positions, n_units=self._n_units, block_size=self._block, seed=self.seed, epoch=self.epoch)
+        # The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a
+        # random row. The short block, which would always hold the last rows of the epoch, starts at a random position
+        # and wraps around from the last row to the first.
+        n_units, block_size = self._n_units, self._block
+        short = n_units % block_size
+        end = n_units - short
+        keys = epoch_keys(self.seed, self.epoch, Purpose.DEAL, n=4)
+        turn, offset = int(permute.uniform(keys[2], 0) * block_size), int(permute.uniform(keys[3], 0) * n_units)
+        within = positions % block_size
+        turned = positions - within + (within + turn) % block_size
+        wrapped = max(0, offset + short - n_units)
+        turned += wrapped or short * (turned >= offset)
+        return np.where(positions < end, turned, (positions - end + offset) % max(1, n_units))
 
     # --- Fetches and batches ---
 

@@ -173,7 +173,7 @@ def _sources(group: Any) -> Iterator[World]:
     if group is not None:
         yield _of_group(group)
     yield from _from_libraries()
-    yield from _from_environment(os.environ)
+    yield from _from_environment()
     yield World()
 
 
@@ -181,7 +181,7 @@ def _from_libraries() -> Iterator[World]:
     distributed = torch_distributed()
     if distributed is not None:
         size = distributed.get_world_size()
-        yield World(distributed.get_rank(), size, _local_size(os.environ, size), "torch.distributed")
+        yield World(distributed.get_rank(), size, _local_size(size), "torch.distributed")
     for name in ("horovod.torch", "horovod.tensorflow", "horovod.keras"):
         horovod = sys.modules.get(name)
         if horovod is not None and horovod.is_initialized():
@@ -190,7 +190,7 @@ def _from_libraries() -> Iterator[World]:
     jax = jax_state()
     if jax is not None:
         size = jax.num_processes
-        yield World(jax.process_id, size, _local_size(os.environ, size), "jax.distributed")
+        yield World(jax.process_id, size, _local_size(size), "jax.distributed")
 
 
 def _of_group(group: Any) -> World:
@@ -215,7 +215,7 @@ def _of_group(group: Any) -> World:
     return World(
         rank=ranks.index(here),
         world_size=len(ranks),
-        local_world_size=_local_size(os.environ, n_all),
+        local_world_size=_local_size(n_all),
         source="group",
         group="" if ranks == list(range(n_all)) else name,
     )
@@ -243,7 +243,8 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
     return ranks
 
 
-def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
+def _from_environment() -> Iterator[World]:
+    environment = os.environ
     for rank_name, size_name, _ in LAUNCHERS:
         if rank_name not in environment or size_name not in environment:
             continue
@@ -254,9 +255,10 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
                 f"{rank_name}={environment[rank_name]!r} and {size_name}={environment[size_name]!r} must be "
                 "whole numbers; unset them or pass rank= and world_size="
             ) from error
-        if rank_name == "SLURM_PROCID" and (size < 2 or not _is_srun_step(environment)):
-            continue
-        yield World(rank, size, _local_size(environment, size), f"{rank_name}/{size_name}")
+        step = environment.get("SLURM_STEP_ID", "")
+        is_srun_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+        if rank_name != "SLURM_PROCID" or (size > 1 and is_srun_step):
+            yield World(rank, size, _local_size(size), f"{rank_name}/{size_name}")
 
 
 def size_in(environment: Mapping[str, str], name: str) -> str:
@@ -264,28 +266,20 @@ def size_in(environment: Mapping[str, str], name: str) -> str:
     return environment.get("SLURM_STEP_NUM_TASKS", environment[name]) if name == "SLURM_NTASKS" else environment[name]
 
 
-def _is_srun_step(environment: Mapping[str, str]) -> bool:
-    step = environment.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
-
-
-def _local_size(environment: Mapping[str, str], world_size: int) -> int:
+def _local_size(world_size: int) -> int:
     for name in _LOCAL_SIZES:
         try:
-            return max(1, min(int(environment[name]), world_size))
+            return max(1, min(int(os.environ[name]), world_size))
         except (KeyError, ValueError):
             continue
-    if "SLURM_STEP_TASKS_PER_NODE" in environment:  # SLURM_NTASKS_PER_NODE is the request of the allocation
-        return min(_slurm_tasks_here(environment), world_size)
-    return world_size if environment.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
-
-
-def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    # Slurm writes "2(x3),1" for two tasks on each of three nodes and one on the fourth.
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
-    per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
-    node = int(environment.get("SLURM_NODEID", 0))
-    return per_node[node] if node < len(per_node) else 1
+    # SLURM_NTASKS_PER_NODE is the request of the allocation. Slurm writes "2(x3),1" for two tasks on each of three
+    # nodes and one on the fourth.
+    if tasks := os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
+        node = int(os.environ.get("SLURM_NODEID", 0))
+        return min(per_node[node], world_size) if node < len(per_node) else 1
+    return world_size if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
 
 
 def shared_store(prefix: str) -> Any:

@@ -220,18 +220,13 @@ class SetSampler(Sampler):
         return SetDraw(self, epoch_keys(seed, epoch, Purpose.SETS, n=3))
 
     @cached_property
-    def group_codes(self) -> list[NDArray[Any]]:
-        """Code of each group in each of `columns`."""
-        rows = self.candidates.rows(self.groups.first_rows())
-        return [column.codes[rows] for column in self.columns]
-
-    @cached_property
     def table(self) -> Any:
         """Labels of the groups, a data frame with one row per group and one column per column of `by`."""
-        named = zip(self.columns, self.group_codes, strict=True)
-        return pd.DataFrame(
-            {column.name: pd.Categorical.from_codes(codes, categories=list(column.labels)) for column, codes in named}
-        )
+        rows = self.candidates.rows(self.groups.first_rows())
+        columns = {
+            one.name: pd.Categorical.from_codes(one.codes[rows], categories=list(one.labels)) for one in self.columns
+        }
+        return pd.DataFrame(columns)
 
 
 @dataclass(frozen=True, slots=True)
