@@ -178,7 +178,6 @@ def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> Non
 
 
 def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) -> NoReturn:
-    """Raise an error with example names of two atlases."""
     # An atlas that shares no name with the first probably has names of another kind.
     own = parts[0].var.index
     other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
@@ -191,7 +190,6 @@ def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) 
 
 
 def _element_paths(atlas: Elements) -> dict[str, None]:
-    """Return the paths of the elements of an atlas other than X, in order."""
     groups = {name: getattr(atlas, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns", "layers")}
     held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
     return held if atlas.raw is None else held | {"raw": None}

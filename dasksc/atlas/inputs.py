@@ -50,7 +50,6 @@ def _inside(data: Any, options: Mapping[str, Any]) -> list[str] | None:
 
 
 def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Any:
-    """Return the atlas that a value of a dict represents."""
     parts = _inside(data, options) or [data]
     if len(parts) > 1:
         raise InputError(

@@ -296,7 +296,6 @@ def _open_several(
     keys: Sequence[str] | None = None,
     **given: Any,
 ) -> Elements:
-    """Open several atlases as one."""
     if table is not None and len(table) != len(parts):
         raise InputError(f"{len(table)} paths in the table of files contain {len(parts)} atlases; give one in each row")
     names = [name for name, _ in parts]

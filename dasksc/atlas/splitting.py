@@ -373,7 +373,6 @@ def _seen(
 
 
 def _control_columns(control: Any) -> list[str]:
-    """Return the columns that determine control rows."""
     if isinstance(control, str):
         return columns_of(control)
     if not (control is None or (isinstance(control, Mapping) and control)):
@@ -385,7 +384,6 @@ def _control_columns(control: Any) -> list[str]:
 
 
 def _is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
-    """Return a mask of the control rows of a table, shape (n_obs,)."""
     if isinstance(control, str):
         return holds(control, obs)
     found = np.full(len(obs), control is not None)

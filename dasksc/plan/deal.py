@@ -43,7 +43,6 @@ class BlockOrder:
         return cls(n_blocks, EMPTY_INTS, -(-(n_blocks - 1).bit_length() // 2), keys)
 
     def at(self, positions: _Int64s) -> _Int64s:
-        """Return the block numbers at `positions` in the order."""
         out = np.empty(len(positions), dtype=np.int64)
         permute.permuted_many(positions, self.n_blocks, self.table, self.half_bits, self.round_keys, out)
         return out
@@ -106,11 +105,9 @@ class Deal:
         return size + (rank < self.n_larger)
 
     def n_sequence(self, rank: int) -> int:
-        """Return the number of units that a rank receives."""
         return self.n_rounds * self.block_size + self.n_piece(rank)
 
     def n_yielded(self, rank: int) -> int:
-        """Return the number of units that a rank yields."""
         n = self.n_sequence(rank)
         return n // self.batch_size * self.batch_size if self.drop_last else n
 

@@ -1,12 +1,9 @@
 """Epoch counter shared by the copies of a data set.
 
-DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each epoch. A counter in
-the object would therefore start again from zero in every epoch. `EpochCounter` keeps the count in a small file that all
-copies share, whether they were made by fork or by pickling. On Linux, this file is in memory and belongs to the process
-that made it, so nothing is left behind even if that process is killed.
-
-The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker that joins
-again with the same base seed also begins a new epoch: either the user reseeded torch, or the workers are persistent.
+DataLoader workers hold copies of the data set, which they may discard after each epoch, so the count is in a small file
+that all copies share. On Linux, this file is in memory, and nothing is left behind if the process that made it is
+killed. The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. So does a
+worker that joins again with the same base seed: either the user reseeded torch, or the workers are persistent.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class EpochCounter:
     """Epoch counter shared by every copy of a data set on this machine."""
 
     # A copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
-    # or if the copy begins an epoch in another process that is not a DataLoader worker.
+    # or if the copy begins an epoch in another process that is not a DataLoader worker, but a rank of its own.
 
     def __init__(self) -> None:
         self._make(next_epoch=0)
@@ -96,7 +93,6 @@ class EpochCounter:
             file.write(json.dumps(state).encode().ljust(len(before)))
 
     def peek(self) -> int:
-        """Return the epoch that the next iteration will read."""
         with self._locked() as state:
             return int(state["next"])
 
@@ -106,8 +102,6 @@ class EpochCounter:
 
     def advance(self) -> int:
         """Begin an epoch in this process and return its number."""
-        # A process that received a copy and is not a DataLoader worker is a rank of its own. It counts independently
-        # from now on.
         if self._pid != os.getpid():
             self._make(self.peek())
         with self._locked() as state:

@@ -1,8 +1,4 @@
-"""Keys of random numbers, and digests.
-
-Randomness is keyed: `epoch_keys` derives independent 64-bit keys from ``(seed, epoch, purpose)``. Every
-random value is a pure function of a key and a position.
-"""
+"""Keys of random numbers, of which every random value is a pure function with a position, and digests."""
 
 from __future__ import annotations
 

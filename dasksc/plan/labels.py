@@ -19,6 +19,9 @@ _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
 _MAX_FRACTIONAL_LABELS = 100
+# Whole numbers below this number, or below the number of rows, are used as codes. With larger ones, the table of
+# classes would be larger than the data.
+_FEW_CODES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,7 @@ class CodedColumn:
             raise InputError(f"{argument} has no label for {self.name!r}; give one, or a list of labels")
         is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
         is_wanted[self.codes_of(argument, several)] = True
-        chosen: NDArray[np.bool_] = is_wanted[self.codes]
-        return chosen
+        return np.asarray(is_wanted[self.codes])
 
 
 def check_categories(categories: Any, column: object) -> None:
@@ -111,9 +113,8 @@ def check_categories(categories: Any, column: object) -> None:
 
 def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code."""
-    # Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
-    # below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
-    # of their first occurrence.
+    # Equal labels of any data type have equal codes. Categories keep their codes, and labels other than small whole
+    # numbers are numbered in the order of their first occurrence.
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
         check_categories(values.categories, "labels")
@@ -125,7 +126,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
         low, high = int(labels.min()), int(labels.max())
-        if low >= -1 and high < _table_end(len(labels)):
+        if low >= -1 and high < max(len(labels), _FEW_CODES):
             return labels, list(range(high + 1))
     codes, names = _factorized(labels)
     # Items of an index of dates are those of categories of dates, and equal those of datetime.
@@ -158,12 +159,6 @@ def _label_array(labels: Any) -> Any:
     if hasattr(getattr(labels, "dtype", None), "construct_array_type"):
         return getattr(labels, "array", labels)
     return array_of("labels", labels)
-
-
-def _table_end(n_labels: int) -> int:
-    """Return the exclusive upper bound of the whole numbers that are used as codes unchanged."""
-    # Beyond this bound, the table of classes would be larger than the data.
-    return max(n_labels, 65_536)
 
 
 def _factorized(values: Any, *, sort: bool = False) -> tuple[NDArray[Any], Any]:
@@ -199,7 +194,7 @@ def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
         return numbers, names
     values = np.array(names, dtype=np.float64)
     is_class = values >= 0
-    if values.max() < _table_end(n_labels):
+    if values.max() < max(n_labels, _FEW_CODES):
         numbers[:-1] = np.where(is_class, values, -1)
         return numbers, list(range(int(values.max()) + 1))
     numbers[:-1] = np.where(is_class, np.cumsum(is_class) - 1, -1)
@@ -361,8 +356,6 @@ def diversity_of(batches: Iterable[NDArray[Any]], n_labels: int) -> Diversity:
 
 
 def _entropies(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the entropy of each row of counts, in bits."""
     shares = counts / counts.sum(axis=1, keepdims=True)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
-    entropies: NDArray[np.float64] = np.abs((shares * logs).sum(axis=1))
-    return entropies
+    return np.asarray(np.abs((shares * logs).sum(axis=1)))

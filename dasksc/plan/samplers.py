@@ -1,7 +1,4 @@
-"""Samplers, which are strategies bound to a collection, and their draws, which give the rows of one epoch.
-
-The samplers of sets and of user-defined strategies are in `dasksc.plan.sets` and `dasksc.plan.binding`.
-"""
+"""Samplers, which are strategies bound to a collection, and their draws, which give the rows of one epoch."""
 
 from __future__ import annotations
 
@@ -246,7 +243,6 @@ class WeightedSampler(Sampler):
         return float(self._tree[1])
 
     def require_drawable(self) -> None:
-        """Raise `InputError` if rows cannot be drawn with these weights."""
         self._tree  # noqa: B018, whose computation checks the weights
         if self.round_size is not None:
             if self.n_draws > self.round_size * _MAX_ROUNDS:

@@ -46,7 +46,6 @@ def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int
 
 
 def _renumbered(codes: NDArray[Any]) -> tuple[NDArray[np.int32], int]:
-    """Return codes without gaps, in the same order."""
     numbers, present = pd.factorize(codes, sort=True)
     # Here a missing label has a code of its own, the lowest.
     n_below = int(len(present) > 0 and present[0] < 0)
@@ -74,7 +73,6 @@ class RowGroups:
         return self.members[members].astype(np.int64, copy=False) if len(self.members) else members
 
     def first_rows(self) -> _Int64s:
-        """Return the first row of each group, shape (n_groups,)."""
         return self.rows(self.starts)
 
     def kept(self, keep: NDArray[np.bool_]) -> RowGroups:

@@ -1,8 +1,7 @@
 """Sampling strategies, which determine the rows of an epoch.
 
-A strategy is a frozen specification. *Binding* it to a collection checks it against the number of rows and returns a
-`Sampler`. `Sampler.draw` returns the `Draw` of an epoch, which computes the row at any position in the epoch. The plan
-deals these positions to the ranks (`dasksc.plan.epoch_plan`).
+*Binding* a strategy to a collection returns a `Sampler`, whose method `draw` returns the `Draw` of an epoch. The plan
+deals the positions in a draw to the ranks (`dasksc.plan.epoch_plan`).
 """
 
 from __future__ import annotations
@@ -34,15 +33,6 @@ from dasksc.plan.labels import (
     shares_of,
 )
 from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler, StratifiedSampler, WeightedSampler, Weights
-
-__all__ = [
-    "BlockShuffling",
-    "BlockWeightedSampling",
-    "BuiltInStrategy",
-    "ClassBalancedSampling",
-    "SamplingStrategy",
-    "Streaming",
-]
 
 logger = logging.getLogger("dasksc.plan")
 
