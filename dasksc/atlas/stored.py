@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dasksc.atlas.elements import Elements, known_columns, matrix_behind, require_key
 from dasksc.errors import InputError, StorageError
+from dasksc.plan.arrays import index_array
 from dasksc.pushdown import MatrixRows, gather_block, to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
@@ -431,16 +432,12 @@ def _row_numbers(index: Any, n_obs: int) -> NDArray[np.int64]:
     """Convert row numbers, a boolean mask or a slice to row numbers of at least 0."""
     if isinstance(index, slice):
         return np.arange(*index.indices(n_obs), dtype=np.int64)
-    values = np.atleast_1d(np.asarray(index))
-    if values.size == 0:
-        return np.empty(0, dtype=np.int64)
-    if values.ndim != 1 or values.dtype.kind not in "biu":
-        raise InputError(f"rows must be a list of integers, or a boolean mask; got {index!r:.100}")
-    if values.dtype == bool:
-        if len(values) != n_obs:
-            raise IndexError(f"a boolean mask has {len(values)} entries for {n_obs} rows; give one entry per row")
-        return np.flatnonzero(values)
-    rows = values.astype(np.int64)
-    if rows.min() < -n_obs or rows.max() >= n_obs:
+    rows = index_array(np.atleast_1d(index), name="rows")
+    if rows.dtype == bool:
+        if len(rows) != n_obs:
+            raise IndexError(f"a boolean mask has {len(rows)} entries for {n_obs} rows; give one entry per row")
+        return np.flatnonzero(rows)
+    rows = rows.astype(np.int64)
+    if len(rows) and (rows.min() < -n_obs or rows.max() >= n_obs):
         raise IndexError(f"rows from {rows.min()} to {rows.max()} were requested; the rows are 0 to {n_obs - 1}")
     return np.where(rows < 0, rows + n_obs, rows)

@@ -151,6 +151,9 @@ _SPLIT_LEVELS = 16
 # Number of candidates whose Gumbel keys are computed to estimate the smallest key that is drawn.
 _SAMPLED_KEYS = 65_536
 
+# If weights sum to less than `_TINY`, they are multiplied by `_SCALE` for drawing.
+_TINY, _SCALE = 2.0**-500, 2.0**500
+
 # The number of a round is one word of its key.
 _MAX_ROUNDS = 2**32
 
@@ -238,12 +241,12 @@ class WeightedSampler(Sampler):
             raise InputError(f"weights must have a positive, finite sum; the sum is {tree[1]}")
         return tree
 
-    @property
-    def total_weight(self) -> float:
-        return float(self._tree[1])
-
-    def require_drawable(self) -> None:
-        self._tree  # noqa: B018, whose computation checks the weights
+    def checked(self) -> WeightedSampler:
+        """Return the sampler; raise an error if rows cannot be drawn with these weights."""
+        if self._tree[1] < _TINY:  # the computation of `_tree` checks the weights
+            # Without scaling, shares could be subnormal numbers, which are rounded to multiples of the smallest one.
+            scaled = replace(self.weights, values=self.weights.values.astype(np.float64) * _SCALE)
+            return replace(self, weights=scaled).checked()
         if self.round_size is not None:
             if self.n_draws > self.round_size * _MAX_ROUNDS:
                 raise InputError(
@@ -256,6 +259,7 @@ class WeightedSampler(Sampler):
                     f"{self.round_size} rows are to be drawn without replacement, but only {positive} have a positive "
                     "weight; lower total_size or sampling_size, or draw with replace=True"
                 )
+        return self
 
     @cached_property
     def _n_positive(self) -> int:

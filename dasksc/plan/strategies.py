@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -37,9 +37,6 @@ from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler, StratifiedSa
 logger = logging.getLogger("dasksc.plan")
 
 _Int64s = NDArray[np.int64]
-
-# If weights sum to less than `_TINY`, they are multiplied by `_SCALE` for drawing.
-_TINY, _SCALE = 2.0**-500, 2.0**500
 
 
 class SamplingStrategy:
@@ -473,10 +470,4 @@ def _weighted(
     round_size = None
     if not strategy.replace:
         round_size = total if strategy.sampling_size is None else strategy.sampling_size
-    sampler = WeightedSampler(candidates, weights, strategy.block_size, total, round_size)
-    if 0 < sampler.total_weight < _TINY:
-        # Without scaling, shares could be subnormal numbers, which are rounded to multiples of the smallest one.
-        scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
-        sampler = replace(sampler, weights=scaled)
-    sampler.require_drawable()
-    return sampler
+    return WeightedSampler(candidates, weights, strategy.block_size, total, round_size).checked()
