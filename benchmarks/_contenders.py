@@ -70,8 +70,8 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
         def figures(self) -> Any:
             return FetchFigures()
 
-        def next_is_done(self) -> bool:
-            return not self._pending or self._pending[0][1].done()
+        def are_done(self, n: int) -> bool:
+            return all(future.done() for _, future in self._pending[:n])
 
         def __iter__(self) -> PlainWindow:
             return self

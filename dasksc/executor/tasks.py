@@ -5,10 +5,11 @@ Large fetches are divided into several tasks. These let all cores work on one fe
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -21,9 +22,6 @@ from numpy.typing import NDArray
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Columns, Layout, Matrix, RowBuffer, join, mapping, mapping_of
 from dasksc.storage.arrays import ThreadTimes, clock
-
-if TYPE_CHECKING:
-    from dasksc.executor.window import Window
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -69,46 +67,12 @@ def fetch_name(source: str, plan: EpochPlan) -> str:
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"
 
 
-class AssembledFetches:
-    """Fetches assembled from their `n_parts` parts each, which a window yields. Iterating yields ``(k, fetched)``."""
-
-    def __init__(self, window: Window[FetchedMatrices], n_parts: int) -> None:
-        self._window = window
-        self._n_parts = n_parts
-        self._held: list[FetchedMatrices] = []
-        self._number = 0
-        self._ended = False
-        self._failure: Exception | None = None
-
-    def is_ready(self) -> bool:
-        """Take the finished parts; return True if the next fetch, its error or the end is available without waiting."""
-        while len(self._held) < self._n_parts and not self._ended and self._window.next_is_done():
-            self._take()
-        return len(self._held) == self._n_parts or self._ended
-
-    def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]:
-        while True:
-            while len(self._held) < self._n_parts and not self._ended:
-                self._take()
-            if self._ended:
-                if self._failure is not None:
-                    raise self._failure
-                return
-            held, self._held = self._held, []
-            names = held[0].parts
-            yield self._number, FetchedMatrices({name: join([one.parts[name] for one in held]) for name in names})
-            del held
-
-    def _take(self) -> None:
-        try:
-            i, result = next(self._window)
-        except StopIteration:
-            self._ended = True
-        except Exception as error:
-            self._ended, self._failure = True, error
-        else:
-            self._number = i // self._n_parts
-            self._held.append(result)
+def assembled(window: Iterator[tuple[int, FetchedMatrices]], n_parts: int) -> Iterator[tuple[int, FetchedMatrices]]:
+    """Yield ``(k, fetched)`` for each fetch, whose `n_parts` parts a window yields."""
+    while taken := list(itertools.islice(window, n_parts)):
+        parts = [part.parts for _, part in taken]
+        yield taken[0][0] // n_parts, FetchedMatrices({name: join([one[name] for one in parts]) for name in parts[0]})
+        del taken, parts
 
 
 def epoch_array(

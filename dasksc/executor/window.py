@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,7 +32,7 @@ from dask.callbacks import Callback
 from dask.sizeof import sizeof
 from dask.task_spec import Task
 
-from dasksc.errors import FetchError, InputError
+from dasksc.errors import FetchError
 from dasksc.executor.progress import FetchFigures
 from dasksc.executor.schedulers import FetchScheduler, default_threads, resolve_scheduler
 
@@ -148,37 +148,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Flight:
-    """Fetches in flight. This is a separate object, so that a window can be garbage-collected meanwhile."""
-
-    def __init__(self, runner: OnDemandRunner | ClusterRunner) -> None:
-        self.runner = runner
-        # Fetch numbers, and promises with the methods `result` and `done` of `concurrent.futures.Future`.
-        self.promises: deque[tuple[int, Any]] = deque()
-        self.is_closed = False
-        self.lock = threading.RLock()
-        self._pid = os.getpid()
-
-    @property
-    def is_foreign(self) -> bool:
-        """True in a forked child, whose copy has neither the threads nor the connections of the parent."""
-        return self._pid != os.getpid()
-
-    def close(self, *, is_waiting: bool = True) -> None:
-        """Release everything, in the process that created it. Idempotent."""
-        if self.is_foreign:
-            return
-        with self.lock:
-            if self.is_closed:
-                return
-            self.is_closed = True
-            pending = [promise for _, promise in self.promises]
-            self.promises.clear()
-        self.runner.close(pending, is_waiting=is_waiting)
-
-
 class Window(Generic[T]):
     """Ordered results ``(k, task(k))``, computed a few fetches ahead; one thread at a time may iterate."""
+
+    _is_closed = True  # until there is a runner
 
     def __init__(
         self,
@@ -194,36 +167,33 @@ class Window(Generic[T]):
         n_threads: int | None = None,  # in this process, shared by all windows
         expected_bytes: int | None = None,  # of a result
     ) -> None:
-        depth_of: Callable[[], int] = depth if callable(depth) else lambda: depth
-        for label, value in (("depth", depth_of()), ("max_bytes", max_bytes), ("n_threads", n_threads)):
-            if value is not None and value < 1:
-                raise InputError(f"{label}={value} must be at least 1")
         self.n_submitted = 0
         self.scheduler = resolve_scheduler(scheduler)
         self._consumed = FetchFigures(limit_bytes=max_bytes)
         self._describe = describe
-        self._depth = depth_of
+        self._depth: Callable[[], int] = depth if callable(depth) else lambda: depth
         self._max_bytes = max_bytes
         self._largest = expected_bytes
         self._ks = iter(ks)
         self._next_k = next(self._ks, None)
+        # Fetch numbers, and promises with the methods `result` and `done` of `concurrent.futures.Future`.
+        self._promises: deque[tuple[int, Any]] = deque()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()  # a forked child has neither the threads nor the connections of the parent
 
-        runner: OnDemandRunner | ClusterRunner
+        self._runner: OnDemandRunner | ClusterRunner
         if self.scheduler.client is not None:
             from dasksc.executor.cluster import ClusterRunner
 
-            runner = ClusterRunner(name, task, argument, client=self.scheduler.client)
+            self._runner = ClusterRunner(name, task, argument, client=self.scheduler.client)
         else:
             run = task if argument is None else lambda k: task(argument(k))
             if self.scheduler.kind == "threads":
-                runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
+                self._runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
             else:
-                runner = OnDemandRunner(name, run)
+                self._runner = OnDemandRunner(name, run)
                 self._depth = lambda: 0
-        self._flight = _Flight(runner)
-        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's own.
-        self._finalizer = weakref.finalize(self, self._flight.close, is_waiting=False)
-        self._finalizer.atexit = False
+        self._is_closed = False
         try:
             self._fill(self._depth())
         except BaseException:
@@ -233,11 +203,11 @@ class Window(Generic[T]):
     @property
     def n_in_flight(self) -> int:
         """Number of fetches submitted but not consumed."""
-        return len(self._flight.promises)
+        return len(self._promises)
 
     def figures(self) -> FetchFigures:
         """Return the current figures of the fetches. Any thread may call this."""
-        promises = [promise for _, promise in list(self._flight.promises)]
+        promises = [promise for _, promise in list(self._promises)]
         try:
             n_fetching, n_bytes = self._weigh(promises)
         except Exception:  # A fetch failed; its error is raised at its position.
@@ -247,42 +217,39 @@ class Window(Generic[T]):
             n_fetching=n_fetching,
             n_ready=len(promises) - n_fetching,
             in_flight_bytes=n_bytes + n_fetching * (self._largest or 0),
-            transfer_s=self._flight.runner.transfer_s,
+            transfer_s=self._runner.transfer_s,
         )
 
-    def next_is_done(self) -> bool:
-        """Return True if the next result is available without waiting, or if no results remain."""
-        promises = self._flight.promises
-        try:
-            return bool(promises[0][1].done())
-        except IndexError:
-            return self._flight.is_closed or self._next_k is None
+    def are_done(self, n: int) -> bool:
+        """Return True if the next `n` results, or all that remain if they are fewer, are available without waiting."""
+        promises = list(self._promises)[:n]
+        is_all = len(promises) == n or self._is_closed or self._next_k is None
+        return is_all and all(promise.done() for _, promise in promises)
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self
 
     def __next__(self) -> tuple[int, T]:
-        flight = self._flight
-        if flight.is_foreign:
+        if self._pid != os.getpid():
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
         try:
             self._fill(max(1, self._depth()))
             try:
-                k, promise = flight.promises[0]
+                k, promise = self._promises[0]
             except IndexError:
                 raise StopIteration from None
             try:
                 fetch_s, result = promise.result()
             except Exception as error:
-                if flight.is_closed:
+                if self._is_closed:
                     raise StopIteration from None
                 raise self._fetch_error(k, error) from error
             finally:
                 del promise  # The promise holds the error, whose traceback holds this frame.
-            with flight.lock:
-                if flight.is_closed:
+            with self._lock:
+                if self._is_closed:
                     raise StopIteration
-                flight.promises.popleft()
+                self._promises.popleft()
             self._largest = max(_n_bytes(result), self._largest or 0)
             consumed, spent = self._consumed, getattr(result, "spent", None)
             consumed.n_fetched += 1
@@ -296,10 +263,23 @@ class Window(Generic[T]):
             self.close()
             raise
 
-    def close(self) -> None:
-        """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""
-        self._flight.close()
-        self._finalizer.detach()
+    def close(self, *, is_waiting: bool = True) -> None:
+        """Cancel the fetches in flight and, if `is_waiting`, wait until no fetch runs any more. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            pending = [promise for _, promise in self._promises]
+            self._promises.clear()
+        self._runner.close(pending, is_waiting=is_waiting)
+
+    def __del__(self) -> None:
+        # Garbage collection must not wait, as it may run in any thread, even one of the window's own. An interpreter
+        # that exits ends the threads, and the Clients their fetches.
+        if not self._is_closed and not sys.is_finalizing():
+            self.close(is_waiting=False)
 
     def __enter__(self) -> Self:
         return self
@@ -308,16 +288,15 @@ class Window(Generic[T]):
         self.close()
 
     def _fill(self, depth: int) -> None:
-        flight = self._flight
         while True:
             # The lock prevents a concurrent close from missing the new promise.
-            with flight.lock:
+            with self._lock:
                 k = self._next_k
-                if flight.is_closed or k is None or len(flight.promises) >= depth or not self._fits():
+                if self._is_closed or k is None or len(self._promises) >= depth or not self._fits():
                     return
                 promise: Any
                 try:
-                    promise = flight.runner.submit(k)
+                    promise = self._runner.submit(k)
                     self._next_k = next(self._ks, None)
                 except Exception as error:
                     # The error is raised at the position of this fetch, like that of any other failed fetch, because
@@ -325,11 +304,11 @@ class Window(Generic[T]):
                     promise = Future()
                     promise.set_exception(error)
                     self._next_k = None
-                flight.promises.append((k, promise))
+                self._promises.append((k, promise))
                 self.n_submitted += 1
 
     def _fits(self) -> bool:
-        promises = self._flight.promises
+        promises = self._promises
         if self._max_bytes is None or not promises:
             return True
         try:

@@ -24,7 +24,7 @@ from dasksc.errors import FetchError
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
-from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name
+from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, assembled, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
@@ -175,7 +175,7 @@ class Epoch:
         def jobs() -> Iterator[Callable[[], _Gathered]]:
             nonlocal n_left_in_fetch
             start = self._n_skipped
-            for k, fetched in fetches:
+            for k, fetched in assembled(window, mode.n_parts):
                 fetch = self._fetches.pop(k)
                 for first in range(start, fetch.n_batches, n_together):
                     numbers = range(first, min(first + n_together, fetch.n_batches))
@@ -191,11 +191,10 @@ class Epoch:
         # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
         # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
         with window, reporting(window.scheduler.client, lambda: figures | stats.report() | stats.now()), window:
-            fetches = AssembledFetches(window, self._n_parts)
             n_threads = min(config.get("gather-threads"), memory.n_threads_here + 1)
             for batches, gather_s, error in run_ahead(
                 jobs(),
-                is_ready=lambda: n_left_in_fetch > 0 or fetches.is_ready(),
+                is_ready=lambda: n_left_in_fetch > 0 or window.are_done(mode.n_parts),
                 n_ahead=-(-n_ahead // n_together),
                 n_threads=0 if window.scheduler.kind == "synchronous" else n_threads,
             ):

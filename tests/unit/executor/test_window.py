@@ -24,7 +24,7 @@ import dasksc
 from dasksc import memory as memory_model
 from dasksc.errors import FetchError
 from dasksc.executor.schedulers import default_threads
-from dasksc.executor.tasks import AssembledFetches, FetchedMatrices
+from dasksc.executor.tasks import FetchedMatrices, assembled
 from dasksc.executor.window import Window
 from dasksc.storage import as_matrix
 from tests.support.data import make_values
@@ -145,7 +145,7 @@ def test_synchronous_runs_in_the_asking_thread_and_never_ahead() -> None:
         return k
 
     with Window(note, range(5), name="w", depth=4, scheduler="synchronous") as window:
-        assert not window.next_is_done()
+        assert not window.are_done(1)
         for k, _ in window:
             assert ran[-1] == (k, threading.get_ident())
             assert len(ran) == k + 1
@@ -273,7 +273,7 @@ def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for(any_scheduler: An
         return FetchedMatrices({"X": as_matrix(np.full((2, 3), fail_at_5(k)), "m").fetch(np.arange(2))})
 
     with Window(fetch, range(9), name="w", depth=4, scheduler=any_scheduler) as window:
-        results = iter(AssembledFetches(window, 3))
+        results = assembled(window, 3)
         assert next(results)[0] == 0
         with pytest.raises(FetchError):
             next(results)
