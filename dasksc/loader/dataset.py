@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import logging
@@ -10,7 +9,7 @@ import operator
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import dask.array as da
@@ -30,13 +29,12 @@ from dasksc.executor.tasks import epoch_array, fetch_name
 from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
 from dasksc.loader.position import (
+    STATE_VERSION,
     EpochPosition,
-    EpochTracker,
     RankSession,
     parse_state,
     settings_of,
     settings_of_batches,
-    state_of,
 )
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import IndexedSource, MatrixSource, source_of
@@ -283,27 +281,31 @@ class scDataset(IterableDataset[Any]):
         categories: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         given = locals()
+        del given["data_collection"], given["label_key"]
         super().__init__()
         given["strategy"] = as_strategy(strategy, label_key=label_key)
         self.spec = spec = LoaderSpec(**{one.name: given[one.name] for one in fields(LoaderSpec) if one.init})
         self._scheduler = SchedulerChoice(scheduler)
         with explaining_control(spec.control):
-            self.source = source_of(data_collection, spec)
-        self.collection = self.source.collection
-        self.categories = self.source.categories
-        self.gene_match: Any = self.source.gene_match
-        self.strategy, self._sampler = _bound(spec, self.source)
+            self.source = source = source_of(data_collection, spec)
+            self.strategy, self._sampler = _bound(spec, source)
+        self.collection = source.collection
+        self.categories = source.categories
+        self.gene_match: Any = source.gene_match
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self.memory = MemoryProjection(
-            *(spec, self.source, self.ranks, self._scheduler),
+            *(spec, source, self.ranks, self._scheduler),
             batch_size=spec.batch_size * (1 + self._sampler.n_controls),
             run_rows=_run_rows(self.strategy, self._sampler),
         )
         self.fetch_factor = self.memory.fetch_factor
-        self._arguments = _shown(given | {"fetch_factor": self.fetch_factor})
+        others = changed_arguments(scDataset.__init__, given | {"fetch_factor": self.fetch_factor})
+        self._arguments = {"strategy": brief(spec.strategy), "batch_size": brief(batch_size)} | others
         self._counter = EpochCounter()
         self._iteration = 0
-        self._tracker = EpochTracker()
+        self._place: EpochPosition | Epoch | None = None  # current position; None before the first epoch
+        self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
+        self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._plan_of(self.ranks.detect(), epoch=0)  # raises an error for inconsistent sizes
@@ -392,7 +394,7 @@ class scDataset(IterableDataset[Any]):
         """Number of batches of this rank in the next iteration; for a resumed epoch, the remaining ones."""
         epoch = self._counter.peek()
         world = self.ranks.current_world()
-        consumed, n_done = self._tracker.resuming(epoch).split_consumed(self._sizes(world))
+        consumed, n_done = self._consumed(self._loaded, epoch, world)
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
     # --- Epochs ---------------------------------------------------------------------------------------
@@ -400,7 +402,7 @@ class scDataset(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
         self._counter.set(checks.whole_number("epoch", epoch, 0, 2**32))
-        self._tracker.forget()
+        self._place = self._loaded
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:
         return EpochPlan(
@@ -442,10 +444,21 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
 
-    def _sizes(self, world: World) -> ConsumedSegment:
-        return ConsumedSegment(
-            world_size=world.world_size, batch_size=self.batch_size, fetch_factor=self.fetch_factor, n_batches=0
-        )
+    @property
+    def _position(self) -> EpochPosition | None:
+        return self._place.position() if isinstance(self._place, Epoch) else self._place
+
+    def _consumed(
+        self, position: EpochPosition | None, epoch: int, world: World
+    ) -> tuple[tuple[ConsumedSegment, ...], int]:
+        """Return the segments of an epoch that were read with other sizes, and the number of batches with its own."""
+        if position is None or position.epoch != epoch or not position.consumed:
+            return (), 0
+        *others, last = position.consumed
+        sizes = world.world_size, self.batch_size, self.fetch_factor
+        if (last.world_size, last.batch_size, last.fetch_factor) == sizes:
+            return tuple(others), last.n_batches
+        return position.consumed, 0
 
     # --- State ----------------------------------------------------------------------------------------
 
@@ -464,10 +477,26 @@ class scDataset(IterableDataset[Any]):
             segment, its world size, batch size and fetch factor, and the number of batches that every rank has read
             with them.
         """
-        position = self._tracker.current or EpochPosition(self._counter.peek())
-        return state_of(
-            position, self._identity, settings_of(self.spec), seed=self.seed, unfinished=self._counter.unfinished
-        )
+        position = self._position or EpochPosition(self._counter.peek())
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "seed": self.seed,
+            "epoch": position.epoch,
+            "fingerprint": dict(self._identity),
+            "settings": settings_of(self.spec),
+            "consumed": [astuple(segment) for segment in position.consumed],
+        }
+        worker = get_worker_info()
+        if worker is not None:
+            state["worker"] = (worker.id, worker.num_workers)
+        elif (epoch := self._counter.unfinished()) is not None:
+            logger.warning(
+                "the state does not contain the position of DataLoader workers, which have read a part of epoch %d: a "
+                "run resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of "
+                "torchdata's StatefulDataLoader",
+                epoch,
+            )
+        return state
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from the position that `state` records.
@@ -493,7 +522,7 @@ class scDataset(IterableDataset[Any]):
                 "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
                 "from its own. Use the same num_workers as before"
             )
-        if worker is not None and position.split_consumed(self._sizes(self.ranks.current_world()))[0]:
+        if worker is not None and self._consumed(position, position.epoch, self.ranks.current_world())[0]:
             last = position.consumed[-1]
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
@@ -501,7 +530,7 @@ class scDataset(IterableDataset[Any]):
                 "or resume from a state saved at the end of an epoch"
             )
         self.ranks.seed = seed
-        self._tracker.load(position)
+        self._place = self._loaded = position
         if worker is None:
             self._counter.set(position.epoch)
         else:
@@ -515,7 +544,8 @@ class scDataset(IterableDataset[Any]):
             refuse_stacking(reader)
         if self.world_size > 1:
             refuse_sharding(self, reader)
-        self._tracker.begin()
+        if self._finished is not None:
+            self._place, self._finished = EpochPosition(self._finished + 1), None
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -528,7 +558,16 @@ class scDataset(IterableDataset[Any]):
             number = self._counter.advance()
         else:
             number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-        consumed, n_done = self._tracker.resume(number).split_consumed(self._sizes(world))
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.epoch != number:
+            # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set
+            # that still holds the loaded state.
+            logger.log(
+                logging.WARNING if worker is None else logging.DEBUG,
+                "the loaded state belongs to epoch %d and not to epoch %d, which therefore starts from the beginning",
+                *(loaded.epoch, number),
+            )
+        consumed, n_done = self._consumed(loaded, number, world)
         plan = self._plan_of(world, number, consumed)
         if not plan.n_batches and not consumed and plan.n_dropped == plan.n_rows and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
@@ -547,13 +586,16 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = epoch.stats
-        self._tracker.place = epoch.position  # before reading, so that an epoch that fails can also be resumed
+        self._place = epoch  # before reading, so that an epoch that fails can also be resumed
         batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
             for batch in batches:
-                self._tracker.place = epoch.position
+                self._place = epoch
                 yield batch
-            self._tracker.finish(number)
+            if worker is None:
+                self._place = EpochPosition(number + 1)
+            else:
+                self._finished = number
         finally:
             batches.close()
             if worker is not None:
@@ -666,7 +708,7 @@ class scDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         if self.world_size > 1:
             refuse_sharding(self)
-        state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
+        state = self.__dict__ | {"_place": self._position}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either
@@ -690,9 +732,7 @@ def _bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[Samp
     if spec.filter is not None:
         strategy = restricted(strategy, source.rows_where(spec.filter), repr(spec.filter))
     if spec.control is not None and isinstance(strategy, CellSets):
-        with explaining_control(spec.control):
-            control = source.rows_where(spec.control)
-        strategy = strategy.with_control(control, list(columns_of(spec.control)))
+        strategy = strategy.with_control(source.rows_where(spec.control), list(columns_of(spec.control)))
     sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
     if isinstance(sampler, StratifiedSampler):
         sampler = sampler.of_batches(spec.batch_size)
@@ -704,14 +744,7 @@ def _bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[Samp
     return strategy, sampler
 
 
-def _shown(given: dict[str, Any]) -> dict[str, str]:
-    """Return the strategy, the batch size, and other arguments that differ from their defaults, as text."""
-    first = {"strategy": brief(given["strategy"]), "batch_size": str(given["batch_size"])}
-    others = changed_arguments(scDataset.__init__, given)
-    return first | {name: others[name] for name in others if name not in (*first, "data_collection", "label_key")}
-
-
-def _run_rows(strategy: SamplingStrategy, sampler: Any) -> float:
+def _run_rows(strategy: SamplingStrategy, sampler: Sampler) -> float:
     """Return the mean number of neighboring rows that a fetch reads together."""
     if isinstance(strategy, Streaming) and (strategy.indices is None or isinstance(strategy.indices, slice)):
         return float("inf")

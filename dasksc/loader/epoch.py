@@ -186,11 +186,20 @@ class Epoch:
 
         _ = source.recycling
         self._n_parts = mode.n_parts
-        figures = self._loader_properties()
+        worker = get_worker_info()
+        identity = {  # on the loader page
+            "key": self._key,
+            "name": source.name,
+            "tasks": key_split(self._name),
+            "n_fetches": len(self._numbers) * mode.n_parts,
+            "worker": None if worker is None else worker.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
         window = self._submit(task, mode)
         # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
         # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
-        with window, reporting(window.scheduler.client, lambda: figures | stats.report() | stats.now()), window:
+        with window, reporting(window.scheduler.client, lambda: identity | stats.report() | stats.now()), window:
             n_threads = min(config.get("gather-threads"), memory.n_threads_here + 1)
             for batches, gather_s, error in run_ahead(
                 jobs(),
@@ -269,19 +278,6 @@ class Epoch:
                 self.stats.freeze()
             else:
                 _left_to_parents.append(made)  # closing it would wait for threads of the parent
-
-    def _loader_properties(self) -> dict[str, str | int | None]:
-        """Return the properties that identify this loader on the loader page."""
-        worker = get_worker_info()
-        return {
-            "key": self._key,
-            "name": self._source.name,
-            "tasks": key_split(self._name),
-            "n_fetches": len(self._numbers) * self._n_parts,
-            "worker": None if worker is None else worker.id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
 
 
 # Iterations that this process inherited from its parent by a fork.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ from dasksc.storage.dtypes import text_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger("dasksc.loader")
 
 
 class RankSession:
@@ -135,69 +132,6 @@ class EpochPosition:
     epoch: int
     consumed: tuple[ConsumedSegment, ...] = ()
 
-    def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
-        """Return all segments but the last and its number of batches, or all and 0 if the last has other sizes."""
-        if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
-            return self.consumed[:-1], self.consumed[-1].n_batches
-        return self.consumed, 0
-
-
-class EpochTracker:
-    """Current position of a process in its epochs, and the position to resume from."""
-
-    def __init__(self) -> None:
-        self.place: EpochPosition | Callable[[], EpochPosition] | None = None  # or a function that returns it
-        self._resume: EpochPosition | None = None
-        # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
-        self._ended: int | None = None
-
-    @property
-    def current(self) -> EpochPosition | None:
-        """Current position; None before the first epoch."""
-        return self.place() if callable(self.place) else self.place
-
-    def load(self, position: EpochPosition) -> None:
-        """Set the position from which the next iteration resumes."""
-        self.place = self._resume = position
-
-    def forget(self) -> None:
-        """Set the current position to the loaded one if no iteration has begun since loading, otherwise to None."""
-        self.place = self._resume
-
-    def finish(self, epoch: int) -> None:
-        """Move to the next epoch; in a DataLoader worker, only when the next iteration begins."""
-        if get_worker_info() is None:
-            self.place = EpochPosition(epoch + 1)
-        else:
-            self._ended = epoch
-
-    def begin(self) -> None:
-        """Move past the epoch that this DataLoader worker has finished."""
-        if self._ended is not None:
-            self.place, self._ended = EpochPosition(self._ended + 1), None
-
-    def resuming(self, epoch: int) -> EpochPosition:
-        """Return the position from which an epoch would resume: the loaded one if it is in this epoch, or the start."""
-        resume = self._resume
-        return EpochPosition(epoch) if resume is None or resume.epoch != epoch else resume
-
-    def resume(self, epoch: int) -> EpochPosition:
-        """Return the position from which an epoch resumes, and discard the loaded position."""
-        position, loaded = self.resuming(epoch), self._resume
-        self._resume = None
-        if loaded is not None and loaded.epoch != epoch:
-            # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set
-            # that still holds the loaded state.
-            logger.log(
-                logging.WARNING if get_worker_info() is None else logging.DEBUG,
-                "the loaded state belongs to epoch %d and not to epoch %d, which therefore starts from the beginning",
-                *(loaded.epoch, epoch),
-            )
-        return position
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"place": self.current}
-
 
 # --- Settings as text, for errors that list differences from a state or between ranks -----------------------
 
@@ -240,36 +174,6 @@ def _differences(
 
 
 # --- States -------------------------------------------------------------------------------------------------
-
-
-def state_of(
-    position: EpochPosition,
-    identity: Mapping[str, Any],
-    settings: Mapping[str, str],
-    *,
-    seed: int,
-    unfinished: Callable[[], int | None],
-) -> dict[str, Any]:
-    """Return the state at a position; `unfinished` returns the epoch that DataLoader workers are reading, if any."""
-    state: dict[str, Any] = {
-        "version": STATE_VERSION,
-        "seed": seed,
-        "epoch": position.epoch,
-        "fingerprint": dict(identity),
-        "settings": dict(settings),
-        "consumed": [dataclasses.astuple(segment) for segment in position.consumed],
-    }
-    worker = get_worker_info()
-    if worker is not None:
-        state["worker"] = (worker.id, worker.num_workers)
-    elif (epoch := unfinished()) is not None:
-        logger.warning(
-            "the state does not contain the position of DataLoader workers, which have read a part of epoch %d: a run "
-            "resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of torchdata's "
-            "StatefulDataLoader",
-            epoch,
-        )
-    return state
 
 
 def parse_state(

@@ -53,8 +53,18 @@ class MemoryProjection:
         self._batch_size = batch_size  # with controls
         self.run_rows = run_rows
         self.prefetch = spec.prefetch
-        self._is_on_device, self._is_pinned = spec.is_on_device, spec.is_pinned
-        self.expanded = source.expanded(spec) if isinstance(source, MatrixSource) else frozenset[str]()
+        self.expanded = frozenset[str]()
+        if isinstance(source, MatrixSource):
+            self.expanded = source.expanded(spec)
+            row_bytes, expanded_row_bytes = source.batch_row_bytes(self.expanded)
+            # Size of the memory in which a batch is gathered, and of its dense parts that are made on the device;
+            # torch allocates pinned memory in powers of two.
+            n_bytes = math.ceil(batch_size * row_bytes)
+            self.block_bytes = 1 << (n_bytes - 1).bit_length() if spec.is_pinned else n_bytes
+            expanded_bytes = batch_size * expanded_row_bytes
+            self._placed_bytes = self.block_bytes + expanded_bytes
+            self._is_on_device = spec.is_on_device
+            self.batch_bytes = self.block_bytes if spec.is_on_device else self._placed_bytes  # in this process
         self.limit: int = spec.memory_limit
         fetch_factor = spec.fetch_factor
         if fetch_factor is None:
@@ -90,27 +100,9 @@ class MemoryProjection:
         return not self._scheduler().in_process
 
     @property
-    def block_bytes(self) -> int:
-        """Size of the memory in which a batch is gathered, in bytes."""
-        source = cast(MatrixSource, self._source)
-        n_bytes = math.ceil(self._batch_size * source.batch_row_bytes(self.expanded))
-        # torch allocates pinned memory in powers of two.
-        return 1 << (n_bytes - 1).bit_length() if self._is_pinned else n_bytes
-
-    @property
-    def _expanded_bytes(self) -> int:
-        """Size of the dense parts of a batch that are made on the device, in bytes."""
-        return self._batch_size * cast(MatrixSource, self._source).expanded_row_bytes(self.expanded)
-
-    @property
-    def batch_bytes(self) -> float:
-        """Size of a batch in this process, in bytes."""
-        return self.block_bytes + (0 if self._is_on_device else self._expanded_bytes)
-
-    @property
     def n_batches_ahead(self) -> int:
         """Number of batches to gather ahead, limited so that they stay in the CPU caches until they are used."""
-        most = min(_AHEAD_BYTES / self.batch_bytes, _DEVICE_AHEAD_BYTES / (self.block_bytes + self._expanded_bytes))
+        most = min(_AHEAD_BYTES / self.batch_bytes, _DEVICE_AHEAD_BYTES / self._placed_bytes)
         return max(2, min(int(config.get("batches-ahead")), int(most)))
 
     @property
@@ -126,7 +118,7 @@ class MemoryProjection:
     @property
     def n_device_bytes(self) -> int:
         """Memory of batches on the device, in bytes: those placed ahead, the last one yielded, and those in use."""
-        return int(self.n_placed * (self.block_bytes + self._expanded_bytes)) if self._is_on_device else 0
+        return self.n_placed * self._placed_bytes if self._is_on_device else 0
 
     @property
     def n_threads(self) -> int:

@@ -156,11 +156,6 @@ class MatrixSource(Source):
             return {"mapped": mapped, "read": costs(), "forced": forced}
 
     @functools.cached_property
-    def _row_bytes(self) -> dict[str, float]:
-        """Mean size of a row of each matrix as stored, in bytes."""
-        return {name: matrix.cost.row for name, matrix in self.matrices.items()}
-
-    @functools.cached_property
     def recycling(self) -> buffers.Recycling:
         """Memory of an epoch, kept for reuse by the next one."""
         return buffers.Recycling()
@@ -171,10 +166,8 @@ class MatrixSource(Source):
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not _is_obsm(name)}
         if spec.expand == "auto":
-            small = (
-                name for name, one in sparse.items() if 2 * self._row_bytes[name] <= one.shape[1] * self._itemsize(name)
-            )
-            return frozenset(small)
+            itemsizes = {name: torch_dtype(self._dtype_of(one)).itemsize for name, one in sparse.items()}
+            return frozenset(name for name, one in sparse.items() if 2 * one.cost.row <= one.shape[1] * itemsizes[name])
         if not sparse:
             raise InputError(
                 f"expand='device' needs a matrix that is stored as CSR, but {', '.join(self.labels)} is dense, and "
@@ -182,40 +175,32 @@ class MatrixSource(Source):
             )
         return frozenset(sparse)
 
-    def _dtype_of(self, name: str) -> np.dtype[Any]:
-        return self.matrices[name].dtype if self.maker.dtype is None else self.maker.dtype
+    def _dtype_of(self, matrix: Matrix) -> np.dtype[Any]:
+        return matrix.dtype if self.maker.dtype is None else self.maker.dtype
 
-    def _itemsize(self, name: str) -> int:
-        return int(torch_dtype(self._dtype_of(name)).itemsize)
-
-    def _n_columns(self, name: str) -> int:
-        columns = self.maker.columns.get(name)
-        return self.matrices[name].shape[1] if columns is None else len(columns)
-
-    def expanded_row_bytes(self, expanded: frozenset[str]) -> int:
-        """Return the memory that each row of the expanded matrices takes, in bytes."""
-        return sum(self._itemsize(name) * self._n_columns(name) for name in expanded)
-
-    def batch_row_bytes(self, expanded: frozenset[str]) -> float:
-        """Return the memory that each row of a batch takes in this process, in bytes."""
+    def batch_row_bytes(self, expanded: frozenset[str]) -> tuple[float, int]:
+        """Return the memory that each row of a batch takes in this process, and in matrices expanded on the device."""
         row_bytes = PLAN_ROW_BYTES + 8.0 * len(self.maker.obs)
+        expanded_bytes = 0
         for name, matrix in self.matrices.items():
-            dtype = self._dtype_of(name)
-            itemsize = self._itemsize(name)
+            dtype = self._dtype_of(matrix)
+            itemsize = torch_dtype(dtype).itemsize
+            columns = self.maker.columns.get(name)
+            n_columns = matrix.shape[1] if columns is None else len(columns)
+            if name in expanded:
+                expanded_bytes += itemsize * n_columns
             if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
                 # Values are gathered in the stored type first, to be checked before conversion.
                 itemsize += matrix.stored_dtype.itemsize
-            columns = self.maker.columns.get(name)
-            dense = itemsize * self._n_columns(name)
             # Values may be converted to a wider type, and column numbers from two bytes to four.
             is_dense = _is_obsm(name) or (self.maker.layout == "dense" and name not in expanded)
-            row_bytes += dense if is_dense else 2 * LONGER_ROWS * self._row_bytes[name]
+            row_bytes += itemsize * n_columns if is_dense else 2 * LONGER_ROWS * matrix.cost.row
             if columns is not None and matrix.layout == "dense":
                 if columns.sums is not None:  # the values to add, and their sums twice: in 64 bits, and converted
                     row_bytes += 8 * len(columns.sums.columns) + 16 * len(columns.sums.targets)
                 if not is_dense and (columns.sums is not None or len(columns) > matrix.shape[1]):
                     row_bytes += 8 * len(columns)
-        return row_bytes
+        return row_bytes, expanded_bytes
 
     @property
     def labels(self) -> list[str]:
