@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas.elements import Elements, matrix_behind, require_key
+from dasksc.atlas.elements import matrix_behind, require_key
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import atlas_inputs, stem_of
 from dasksc.atlas.modalities import Modalities, is_modalities
@@ -58,6 +58,23 @@ class Source:
         self.name = name
         self.collection = collection
         self.n_obs = n_obs
+        self.categories: dict[str, list[Any]] = Categories()
+        self.gene_match: GeneMatch | dict[str, GeneMatch] | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """Names in error messages: of the collection, or of each matrix."""
+        return [self.name]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Shape and stored data type of each matrix; empty for an indexed collection, which may change between runs."""
+        return {}
+
+    @property
+    def yielded(self) -> Any:
+        """Layout, data type and columns of batches, for comparison between ranks; None for an indexed collection."""
+        return None
 
     def labels_of(self, key: str) -> Any:
         """Return a column of obs."""
@@ -101,7 +118,6 @@ class MatrixSource(Source):
     ) -> None:
         super().__init__(name, collection, n_obs)
         self.gene_match = gene_match
-        self.categories: dict[str, list[Any]] = Categories()
         encoded: dict[str, NDArray[Any]] = {}
         for key, column in obs.items():
             given = (spec.categories or {}).get(key)
@@ -204,17 +220,14 @@ class MatrixSource(Source):
 
     @property
     def labels(self) -> list[str]:
-        """Names of the matrices in error messages."""
         return [matrix.label for matrix in self.matrices.values()]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Shape and stored data type of each matrix."""
         return {name: [*matrix.shape, str(matrix.stored_dtype)] for name, matrix in self.matrices.items()}
 
     @property
     def yielded(self) -> Any:
-        """Layout, data type and columns of batches, for comparison between ranks."""
         columns = {
             name: one.positions.tobytes() + (b"" if one.to is None else one.to.tobytes() + str(len(one)).encode())
             for name, one in self.maker.columns.items()
@@ -233,26 +246,9 @@ class IndexedSource(Source):
 
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
         super().__init__(name, collection, n_obs)
-        self.categories: dict[str, list[Any]] = Categories()
-        self.gene_match = None
         # Held during calls of hooks and while the collection is indexed. Ctrl-C may leave a lock that is written in
         # Python, such as Dask's `SerializableLock`, locked.
         self.lock = threading.Lock()
-
-    @property
-    def labels(self) -> list[str]:
-        """Names of the collection in error messages."""
-        return [self.name]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Empty, because users may freely change an indexed collection between runs."""
-        return {}
-
-    @property
-    def yielded(self) -> None:
-        """None, since ranks have nothing to compare."""
-        return
 
     def read(self, spec: LoaderSpec, rows: NDArray[np.int64]) -> Any:
         """Read ascending rows and apply `fetch_transform`."""
@@ -295,66 +291,27 @@ def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
 
 def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     """Return the source for the first argument of `scDataset`; open it if it is a path."""
-    hooks, mmap = spec.has_hooks, spec.mmap
     if isinstance(data, MatrixSource | IndexedSource):
         return data
-    if isinstance(data, list | tuple | Mapping) and not data and not hooks:
+    if isinstance(data, list | tuple | Mapping) and not data and not spec.has_hooks:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if is_modalities(data):
         return _of_modalities(data, spec)
-    name = "data"
-    opening: Callable[..., AnnData] | None = None
-    path: str | None = None
-    names: pd.Index[Any] | None = None
-    wanted: list[str] | None = None
-    is_atlas = isinstance(data, str | os.PathLike | AnnData) or is_several(data)
-    if isinstance(data, AnnData):
-        if data.filename is not None:
-            name = Path(data.filename).stem
-        names = data.obs_names
-    elif is_atlas:
-        name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-        if isinstance(data, str | os.PathLike) and atlas_inputs(data, {}) is None:
-            path = os.fspath(data)
-        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
-    # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
-    if is_atlas and hooks:
-        data = open_atlas(data, mmap=mmap)
-    elif is_atlas:
-        opening = functools.partial(open_atlas, data, mmap=mmap)
-        data = elements_of(data, wanted, OpenOptions(mmap=mmap, has_names=False), extent="batches")
-    is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
-    if hooks or not is_ours:
+    if isinstance(data, str | os.PathLike | AnnData) or is_several(data):
+        return _of_atlas(data, spec)
+    is_array = isinstance(data, da.Array) and data.ndim == 2
+    if is_array and spec.has_hooks:
+        return IndexedSource("data", lazy.MatrixRows(matrix=lazy.matrix_of(data)), int(data.shape[0]))
+    if not is_array:
         spec.refuse_matrix_options(
-            "hooks determine what the data set yields; add the equivalent code to the hooks"
-            if hooks
-            else f"the data must be an AnnData or a two-dimensional Dask array; got {type(data).__name__}"
+            f"the data must be an AnnData or a two-dimensional Dask array; got {type(data).__name__}"
         )
-    if isinstance(data, AnnData | Elements):
-        collection: Any = AnnDataView(data, opening, path, names)
-        if hooks:
-            return IndexedSource(name, collection, int(data.n_obs))
-        if data.X is None:
-            raise InputError(
-                f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
-            )
-        arrays = {"X": data.X}
-        for group in ("layers", "obsm"):
-            held = getattr(data, group)
-            arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=data)] for key in getattr(spec, group)}
-        columns, match = spec.gene_request.columns_of(data.var, data.n_vars, of=data)
-        obs = {key: data.obs[require_key("obs", key, data.obs, of=data)] for key in spec.obs}
-        kept = _for_each(columns, arrays)
-        return MatrixSource(spec, name, collection, int(data.n_obs), arrays, kept, match, obs)
-    if not is_ours:
-        return IndexedSource(name, data, _count(data, spec))
-    if hooks:
-        rows = lazy.MatrixRows(matrix=lazy.matrix_of(data))
-        return IndexedSource(name, rows, int(data.shape[0]))
+        return IndexedSource("data", data, _count(data, spec))
     if spec.obs or spec.layers or spec.obsm:
         raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has no such elements")
     columns, match = spec.gene_request.columns_of(None, data.shape[1])
-    return MatrixSource(spec, name, data, int(data.shape[0]), {"X": data}, _for_each(columns, ["X"]), match)
+    kept = {} if columns is None else {"X": columns}
+    return MatrixSource(spec, "data", data, int(data.shape[0]), {"X": data}, kept, match)
 
 
 def _count(data: Any, spec: LoaderSpec) -> int:
@@ -371,6 +328,34 @@ def _count(data: Any, spec: LoaderSpec) -> int:
         return n_obs
 
 
+def _of_atlas(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
+    """Return the source of one atlas, or of several that are joined."""
+    opening: Callable[..., AnnData] | None = None
+    path: str | None = None
+    names: pd.Index[Any] | None = None
+    wanted: list[str] | None = None
+    if isinstance(data, AnnData):
+        name = "data" if data.filename is None else Path(data.filename).stem
+        names = data.obs_names
+    else:
+        is_path = isinstance(data, str | os.PathLike)
+        name = stem_of(data) if is_path else f"{len(data)} atlases"
+        if is_path and atlas_inputs(data, {}) is None:
+            path = os.fspath(data)
+        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
+    # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
+    if spec.has_hooks:
+        data = open_atlas(data, mmap=spec.mmap)
+        return IndexedSource(name, AnnDataView(data, None, path, names), int(data.n_obs))
+    opening = functools.partial(open_atlas, data, mmap=spec.mmap)
+    data = elements_of(data, wanted, OpenOptions(mmap=spec.mmap, has_names=False), extent="batches")
+    if data.X is None:
+        raise InputError(
+            f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
+        )
+    return _of_parts(spec, name, AnnDataView(data, opening, path, names), {"": data}, data)
+
+
 def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
     """Return the source of several modalities, whose matrices share row numbers."""
     name, genes = "data", spec.genes
@@ -384,31 +369,39 @@ def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
         raise InputError(f"genes= of several modalities must be a dict, such as {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:
         require_key("modalities", modality, data.mod)
+    for group in ("layers", "obsm"):
+        for key in getattr(spec, group):
+            modality, colon, _ = key.partition(":")
+            if not colon or modality not in data.mod:
+                raise InputError(f"{group}={key!r} must name the modality, as in '{next(iter(data.mod))}:{key}'")
+    return _of_parts(spec, name, data, data.mod, data)
+
+
+def _of_parts(spec: LoaderSpec, name: str, collection: Any, parts: Mapping[str, Any], atlas: Any) -> MatrixSource:
+    """Return the source of modalities by name, or of a single atlas without a name; `atlas` has their common obs."""
     arrays: dict[str, Any] = {}
     columns: dict[str, Columns] = {}
     matches: dict[str, GeneMatch] = {}
-    for modality, adata in data.mod.items():
-        own = {f"{modality}:X": adata.X}
+    modalities = tuple(filter(None, parts))
+    for modality, part in parts.items():
+        prefix, of = (f"{modality}:", f" of {modality}") if modality else ("", "")
+        own = {f"{prefix}X": part.X}
         for group in ("layers", "obsm"):
-            for key in getattr(spec, group):
-                of, colon, rest = key.partition(":")
-                if not colon or of not in data.mod:
-                    raise InputError(f"{group}={key!r} must name the modality, as in '{modality}:{key}'")
-                if of == modality:
-                    held = getattr(adata, group)
-                    own[f"{modality}:{group}/{rest}"] = held[require_key(f"{group} of {of}", rest, held)]
+            held = getattr(part, group)
+            for key in (key.removeprefix(prefix) for key in getattr(spec, group) if key.startswith(prefix)):
+                own[f"{prefix}{group}/{key}"] = held[require_key(f"{group}{of}", key, held, of=part)]
         arrays |= own
-        kept, match = spec.gene_request.of(modality).columns_of(adata.var, adata.n_vars)
-        columns |= _for_each(kept, own)
+        request = spec.gene_request.of(modality) if modality else spec.gene_request
+        kept, match = request.columns_of(part.var, part.n_vars, of=part)
+        if kept is not None:
+            columns |= {key: kept for key in own if not _is_obsm(key)}
         if match is not None:
             matches[modality] = match
-    obs = {key: data.obs[require_key("obs", key, data.obs)] for key in spec.obs}
-    return MatrixSource(spec, name, data, data.n_obs, arrays, columns, matches or None, obs, modalities=tuple(data.mod))
-
-
-def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
-    """Return a dict that maps each key, except keys of obsm matrices, to `columns`; empty if `columns` is None."""
-    return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
+    obs = {key: atlas.obs[require_key("obs", key, atlas.obs, of=atlas)] for key in spec.obs}
+    found = matches if modalities else matches.get("")
+    return MatrixSource(
+        spec, name, collection, int(atlas.n_obs), arrays, columns, found or None, obs, modalities=modalities
+    )
 
 
 def _is_obsm(key: str) -> bool:

@@ -91,6 +91,8 @@ class LoaderSpec:
             raise InputError(f"categories= has labels of {unknown}, but obs={self.obs!r}. Add these columns to obs=")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.has_hooks:
+            self.refuse_matrix_options("hooks determine what the data set yields; add the equivalent code to the hooks")
 
     @property
     def has_hooks(self) -> bool:
