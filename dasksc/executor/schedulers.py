@@ -23,8 +23,10 @@ from dasksc.errors import InputError
 if TYPE_CHECKING:
     from distributed import Client
 
-_SYNCHRONOUS = ("synchronous", "sync", "single-threaded")
-_THREADS = ("threads", "threading")
+_KINDS: dict[Any, Literal["threads", "synchronous"]] = {  # by the names of Dask
+    **dict.fromkeys(("threads", "threading"), "threads"),
+    **dict.fromkeys(("synchronous", "sync", "single-threaded"), "synchronous"),
+}
 _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
 
 
@@ -58,16 +60,17 @@ def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) ->
     if isinstance(scheduler, FetchScheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
     if scheduler is None:
-        return _active_scheduler()
+        configured = dask.config.get("scheduler", None)
+        if not isinstance(configured, str) or configured not in _KINDS:
+            return _active_scheduler()
+        scheduler = configured
     if isinstance(scheduler, str):
-        if scheduler in _THREADS:
-            return FetchScheduler(kind="threads")
-        if scheduler in _SYNCHRONOUS:
-            return FetchScheduler(kind="synchronous")
+        if scheduler in _KINDS:
+            return FetchScheduler(kind=_KINDS[scheduler])
         if _ADDRESS.match(scheduler):
-            return FetchScheduler(kind="client", client=_connect(scheduler))
+            return _connected(scheduler)
         if scheduler.endswith(".json"):
-            return FetchScheduler(kind="client", client=_connect(_address_in(scheduler)))
+            return _connected(_address_in(scheduler))
     elif _is_client(scheduler):
         return _with_client(scheduler)
     raise InputError(
@@ -107,34 +110,25 @@ class SchedulerChoice:
 
 
 def _active_scheduler() -> FetchScheduler:
-    configured = dask.config.get("scheduler", None)
-    if configured in (*_SYNCHRONOUS, *_THREADS):
-        return resolve_scheduler(configured)
+    """Return that of the active Client, otherwise the one in Dask's configuration or environment, otherwise threads."""
+    threads, client = FetchScheduler(kind="threads"), None
     # A Client exists only if distributed has been imported, and importing it takes half a second.
     distributed = sys.modules.get("distributed")
-    if distributed is None or not hasattr(distributed, "Client"):
-        return _configured_scheduler()
-    with contextlib.suppress(ValueError):
-        distributed.get_worker()
-        return FetchScheduler(kind="threads")
-    try:
-        client = distributed.Client.current()
-    except ValueError:
-        return _configured_scheduler()
+    if distributed is not None and hasattr(distributed, "Client"):
+        with contextlib.suppress(ValueError):
+            distributed.get_worker()
+            return threads
+        with contextlib.suppress(ValueError):
+            client = distributed.Client.current()
+    if client is None:
+        address = dask.config.get("scheduler-address", None)
+        if not address and (file := dask.config.get("scheduler-file", None)):
+            address = _address_in(str(file))
+        return _connected(str(address)) if address else threads
     if client.asynchronous:
         warnings.warn("The active Dask Client is asynchronous, so fetches run on threads.", stacklevel=2)
-        return FetchScheduler(kind="threads")
-    if client in _before_fork and _is_inproc(address_of(client)):
-        return FetchScheduler(kind="threads")
-    return _with_client(client)
-
-
-def _configured_scheduler() -> FetchScheduler:
-    """Return the scheduler set in Dask's configuration or environment, or else threads."""
-    address = dask.config.get("scheduler-address", None)
-    if not address and (file := dask.config.get("scheduler-file", None)):
-        address = _address_in(str(file))
-    return FetchScheduler(kind="client", client=_connect(str(address))) if address else FetchScheduler(kind="threads")
+        return threads
+    return threads if client in _before_fork and _is_inproc(address_of(client)) else _with_client(client)
 
 
 def _address_in(file: str) -> str:
@@ -157,7 +151,7 @@ def _with_client(client: Any) -> FetchScheduler:
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
         _securities.setdefault(address, client.security)
-        return FetchScheduler(kind="client", client=_connect(address))
+        return _connected(address)
     if client.asynchronous:
         raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
     if client.status == "closed":
@@ -195,7 +189,7 @@ _securities: dict[str, Any] = {}
 _before_fork: set[Client] = set()
 
 
-def _connect(address: str) -> Client:
+def _connected(address: str) -> FetchScheduler:
     import distributed
 
     with _lock:
@@ -212,7 +206,7 @@ def _connect(address: str) -> Client:
                     f"scheduler={address!r} does not answer: {error}. Check the address, or use scheduler='threads'."
                 ) from error
             _clients[address] = client
-        return client
+        return FetchScheduler(kind="client", client=client)
 
 
 @atexit.register
