@@ -14,7 +14,6 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import DataNode, Task, TaskRef
 from numpy.typing import NDArray
@@ -85,80 +84,34 @@ def epoch_array(
     columns: Columns | None,
 ) -> da.Array:
     """Return the rows of a rank's epoch as a Dask array, in the order in which the epoch yields them."""
-    # There is one chunk and one task per fetch. A task computes the row numbers of its own fetch from the plan; a
-    # pickled task carries them instead.
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
     # Dask computes equal keys only once, and a matrix in memory has no identifier, so the name must be unique.
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
-    graph: dict[Any, Any] = {source: DataNode(source, (matrix, layout, dtype, columns))}
+    empty = sp.csr_matrix((0, n_vars), dtype=dtype) if layout == "csr" else np.empty((0, n_vars), dtype=dtype)
+    # There is one chunk and one task per fetch, which computes its rows from the plan.
+    graph: dict[Any, Any] = {source: DataNode(source, (matrix, plan, layout, dtype, columns))}
     for k in range(plan.n_fetches):
-        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), _PlannedRows(plan, k))
+        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k)
     if not plan.n_fetches:  # Dask's arrays have at least one chunk
-        none = np.empty(0, dtype=np.int64)
-        graph[name, 0, 0] = Task((name, 0, 0), _chunk, TaskRef(source), _Rows(none, none))
+        graph[name, 0, 0] = DataNode((name, 0, 0), empty)
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
     rows = (plan.fetch_rows,) * full + ((rest,) if rest else ())
-    meta = sp.csr_matrix((0, 0), dtype=dtype) if layout == "csr" else np.empty((0, 0), dtype=dtype)
-    return _EpochArray(
-        HighLevelGraph.from_collections(name, graph), name, chunks=(rows or (0,), (n_vars,)), dtype=dtype, meta=meta
-    )
-
-
-class _EpochArray(da.Array):
-    """Dask array in which each delayed chunk has a graph of its own, without the row numbers of the whole epoch."""
-
-    __slots__ = ()
-
-    def to_delayed(self, optimize_graph: bool = True) -> NDArray[Any]:
-        """Return the delayed chunks, shape (n_fetches, 1)."""
-        tasks = self.dask.layers[self.name]
-        chunks = np.empty(self.numblocks, dtype=object)
-        for key in (key for of_rows in self.__dask_keys__() for key in of_rows):
-            needed = {key, *tasks[key].dependencies} if key in tasks else ()
-            chunks[key[1:]] = Delayed(key, {one: tasks[one] for one in needed})
-        return chunks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PlannedRows:
-    """Row numbers of one fetch, computed when they are used or pickled; the pickle contains them, not the plan."""
-
-    plan: EpochPlan
-    k: int
-
-    def __call__(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        fetch = self.plan.fetch(self.k)
-        return fetch.rows, fetch.order
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rows, order = self()
-        return _Rows, (rows, order.astype(np.min_scalar_type(len(rows))))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Row numbers of a fetch after unpickling."""
-
-    rows: NDArray[np.int64]
-    order: NDArray[np.integer[Any]]
-
-    def __call__(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self.rows, self.order.astype(np.int64)
+    graphs = HighLevelGraph.from_collections(name, graph)
+    return da.Array(graphs, name, chunks=(rows or (0,), (n_vars,)), dtype=dtype, meta=empty[:, :0])
 
 
 def _chunk(
-    shared: tuple[Matrix, Layout, np.dtype[Any], Columns | None], fetch: _PlannedRows | _Rows
+    shared: tuple[Matrix, EpochPlan, Layout, np.dtype[Any], Columns | None], k: int
 ) -> NDArray[Any] | sp.csr_matrix:
-    matrix, layout, dtype, columns = shared
-    rows, order = fetch()
-    fetched = matrix.fetch(rows)
-    n_vars = fetched.shape[1] if columns is None else len(columns)
-    shape = (len(order), n_vars)
+    matrix, plan, layout, dtype, columns = shared
+    fetch = plan.fetch(k)
+    fetched = matrix.fetch(fetch.rows)
+    shape = (len(fetch.order), fetched.shape[1] if columns is None else len(columns))
     if layout == "csr":
-        indptr, indices, data = fetched.gather_csr(order, dtype=dtype, columns=columns)
+        indptr, indices, data = fetched.gather_csr(fetch.order, dtype=dtype, columns=columns)
         return sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
     out = np.empty(shape, dtype=dtype)
-    fetched.gather(order, out=out, columns=columns)
+    fetched.gather(fetch.order, out=out, columns=columns)
     return out
