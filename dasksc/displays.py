@@ -51,21 +51,15 @@ def brief(value: Any) -> str:
 
 def constructor(value: Any, **texts: str) -> str:
     """Return the constructor call of a dataclass instance, without arguments that have their default value."""
-    arguments = set_arguments(value, texts)
-    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
-
-
-def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
-    """Return the constructor arguments of a dataclass instance, as a dict of names and text."""
     arguments = dict(texts)
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         if not field.init or not field.repr or field.name in texts:
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         given = getattr(value, field.name)
-        if with_defaults or not _is_default(given, default):
+        if not _is_default(given, default):
             arguments[field.name] = brief(given)
-    return arguments
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
 
 
 def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:

@@ -40,7 +40,7 @@ class EpochStats:
     ) -> None:
         self.plan = plan  # None before the first epoch
         self._n_done = n_done
-        self._n_left = n_left
+        self.n_left = n_left  # when the pass begins
         self._has_last = has_last  # of several DataLoader workers, only one yields the rank's last batch
         self.n_batches = 0
         self.n_rows = 0
@@ -70,7 +70,7 @@ class EpochStats:
             self.n_batches += 1
             if (plan := self.plan) is not None:
                 # Only the last batch of a rank may be short.
-                is_last = self._has_last and self.n_batches == self._n_left
+                is_last = self._has_last and self.n_batches == self.n_left
                 self.n_rows += plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size if is_last else plan.batch_size
             yield batch
 
@@ -102,11 +102,6 @@ class EpochStats:
             "waited_s": self._waited_s + (0.0 if wait_start is None else now - wait_start),
         }
 
-    def freeze(self) -> None:
-        """Store the current figures of the fetches and drop the reference to their source."""
-        figures = self.fetches()
-        self.fetches = lambda: figures
-
     def report(self) -> dict[str, Any]:
         """Return the figures by name; see `dasksc.scDataset.stats`."""
         elapsed = self.elapsed_s
@@ -115,7 +110,7 @@ class EpochStats:
             **{name: getattr(plan, name, None) for name in ("epoch", "rank", "world_size")},
             "n_batches": self.n_batches,
             "n_batches_before": self._n_done,
-            "n_batches_left": self._n_left - self.n_batches,
+            "n_batches_left": self.n_left - self.n_batches,
             "n_rows": self.n_rows,
             "n_control_rows": 0 if plan is None else self.n_rows * plan.sampler.n_controls,
             "n_rank_batches": 0 if plan is None else plan.n_batches,
@@ -162,8 +157,8 @@ def _tqdm() -> Any:
 
 
 @contextmanager
-def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Callable[[], Any]]:
-    """Show the progress of an epoch of `n_batches`, if `shown`; yield the function to call after each batch."""
+def epoch_progress(stats: EpochStats, *, shown: bool) -> Iterator[Callable[[], Any]]:
+    """Show the progress of an epoch, if `shown`; yield the function to call after each batch."""
     if not shown:
         yield lambda: None
         return
@@ -179,7 +174,7 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
     plan = stats.plan
     label = "" if plan is None else f"epoch {plan.epoch}" + (f" rank {plan.rank}" if plan.world_size > 1 else "")
     with (
-        RateBar(total=n_batches, desc=label, unit="batch") as bar,
+        RateBar(total=stats.n_left, desc=label, unit="batch") as bar,
         compiling(lambda: bar.set_postfix_str("compiling kernels, once")),
     ):
         yield bar.update

@@ -69,8 +69,8 @@ class Epoch:
         # All fetches of a rank except its last one are full.
         has_last = plan.n_fetches - 1 in numbers
         n_lacking = plan.n_fetches * plan.fetch_factor - plan.n_batches if has_last else 0
-        self.n_batches = len(numbers) * plan.fetch_factor - n_lacking - n_done
-        self.stats = EpochStats(plan, n_done=n_done, n_left=self.n_batches, has_last=has_last)
+        n_left = len(numbers) * plan.fetch_factor - n_lacking - n_done
+        self.stats = EpochStats(plan, n_done=n_done, n_left=n_left, has_last=has_last)
         self._name = fetch_name(source.name, plan)
         self._fetches: dict[int, FetchPlan] = {}
         self._planning = threading.Lock()
@@ -79,7 +79,7 @@ class Epoch:
     @property
     def is_whole(self) -> bool:
         """True if all batches have been yielded."""
-        return self.stats.n_batches == self.n_batches
+        return self.stats.n_batches == self.stats.n_left
 
     def position(self) -> EpochPosition:
         """Return the position of the process in the epoch, after the batches yielded so far."""
@@ -262,7 +262,7 @@ class Epoch:
         pid, source = os.getpid(), self._source
         made: Any = self._of_matrices(source) if isinstance(source, MatrixSource) else self._of_indexed(source)
         try:
-            with epoch_progress(self.stats, n_batches=self.n_batches, shown=shown) as advance:
+            with epoch_progress(self.stats, shown=shown) as advance:
                 for batch in self.stats.timed(made):
                     advance()
                     yield batch
@@ -275,7 +275,8 @@ class Epoch:
         finally:
             if os.getpid() == pid:
                 made.close()
-                self.stats.freeze()
+                figures = self.stats.fetches()
+                self.stats.fetches = lambda: figures  # no longer those of the window, which may be released
             else:
                 _left_to_parents.append(made)  # closing it would wait for threads of the parent
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import get_worker_info
 
 from dasksc import checks
-from dasksc.displays import brief, set_arguments
+from dasksc.displays import brief
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
@@ -138,11 +138,14 @@ class EpochPosition:
 
 def settings_of(spec: LoaderSpec) -> dict[str, str]:
     """Return the strategy, its arguments (of arrays, the shape and the data type) and the filter as text."""
-    arguments = set_arguments(spec.strategy, {}, with_defaults=True)
-    # An argument of `scDataset` has the same name.
-    arguments = {"drop_last of the strategy" if name == "drop_last" else name: text for name, text in arguments.items()}
-    filter = {} if spec.filter is None else {"filter": brief(spec.filter)}
-    return {"strategy": type(spec.strategy).__name__, **arguments, **filter}
+    strategy: Any = spec.strategy
+    settings = {"strategy": type(strategy).__name__}
+    for field in dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ():
+        if field.init and field.repr:
+            # An argument of `scDataset` has the same name.
+            name = "drop_last of the strategy" if field.name == "drop_last" else field.name
+            settings[name] = brief(getattr(strategy, field.name))
+    return settings if spec.filter is None else settings | {"filter": brief(spec.filter)}
 
 
 def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
