@@ -115,9 +115,10 @@ class Batch(_Named):
         return [*super().__dir__(), *self]
 
     def __repr__(self) -> str:
-        lines = list(_described(self))
-        width = max((len(name) for name, _ in lines), default=0)
-        return "\n".join([type(self).__name__, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+        leaves = list(_leaves(self))
+        width = max((len(name) for *_, name in leaves), default=0)
+        lines = [f"  {name:<{width}}  {_described(entries, key)}" for entries, key, name in leaves]
+        return "\n".join([type(self).__name__, *lines])
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Return the batch with every tensor on `device`.
@@ -173,24 +174,19 @@ def _leaves(entries: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[Mapp
             yield entries, key, name
 
 
-def _described(batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor, as it is written in code, and a description of its value."""
-    for entries, key, name in _leaves(batch):
-        value = entries[key]
-        if isinstance(value, torch.Tensor):
-            n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
-            yield name, _tensor_text(value) + (f", {n_classes[key]:,} classes" if key in n_classes else "")
-        else:
-            yield name, brief(value)
-
-
-def _tensor_text(tensor: torch.Tensor) -> str:
+def _described(entries: Mapping[Any, Any], key: Any) -> str:
+    tensor = entries[key]
+    if not isinstance(tensor, torch.Tensor):
+        return brief(tensor)
     text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.layout == torch.sparse_csr:
         text += f", sparse CSR with {tensor.values().numel():,} values"
     elif tensor.layout != torch.strided:
         text += f", {str(tensor.layout).removeprefix('torch.')}"
-    return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device}"
+    if tensor.device.type != "cpu":
+        text += f", on {tensor.device}"
+    n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
+    return f"{text}, {n_classes[key]:,} classes" if key in n_classes else text
 
 
 def map_tensors(
@@ -293,8 +289,7 @@ class BatchMaker:
             if not key.startswith(prefix):
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
-            gather = self._dense if group == "obsm" else self._tensor
-            tensor = gather(key, buffer, positions, memory)
+            tensor = self._tensor(key, buffer, positions, memory)
             if name:
                 batch[group][name] = tensor
             else:
@@ -302,12 +297,14 @@ class BatchMaker:
         return batch
 
     def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], memory: Memory) -> torch.Tensor:
-        if self.layout == "dense" and key not in self.expanded:
-            return self._dense(key, buffer, positions, memory)
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
+        shape = len(positions), buffer.shape[1] if columns is None else len(columns)
+        if is_obsm(key) or (self.layout == "dense" and key not in self.expanded):
+            out = memory.empty(shape, dtype)
+            buffer.gather(positions, out=out, columns=columns)
+            return memory.tensor(out)
         indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns, empty=memory.empty)
-        n_vars = buffer.shape[1] if columns is None else len(columns)
         if indptr[-1] > _MOST_NONZEROS:
             raise InputError(
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
@@ -316,15 +313,13 @@ class BatchMaker:
         starts = memory.empty(len(indptr), np.int32)
         starts[:] = indptr
         indptr_there, indices_there, data_there = map(memory.tensor, (starts, indices, data))
-        return csr_tensor(indptr_there, indices_there, data_there, (len(positions), n_vars))
+        return csr_tensor(indptr_there, indices_there, data_there, shape)
 
-    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], memory: Memory) -> torch.Tensor:
-        columns = self.columns.get(key)
-        dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
-        n_vars = buffer.shape[1] if columns is None else len(columns)
-        out = memory.empty((len(positions), n_vars), dtype)
-        buffer.gather(positions, out=out, columns=columns)
-        return memory.tensor(out)
+
+def is_obsm(key: str) -> bool:
+    """Return True for a matrix of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` for several modalities."""
+    group, slash, _ = key.partition("/")
+    return bool(slash) and group.endswith("obsm")
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

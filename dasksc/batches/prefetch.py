@@ -105,7 +105,7 @@ def run_ahead(
                 more, failure = False, error
             else:
                 pending.append(job)
-                pool.submit(job)
+                pool.jobs.put(job)
 
     with pool:
         try:
@@ -139,21 +139,17 @@ class _ThreadPool:
         self.closed = _ThreadPool.exiting  # True if the threads might not run jobs submitted from now on
         # Threads reference only the queue. They must not keep the pool alive: if Ctrl-C prevents it from being closed,
         # its garbage collection ends the threads.
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_run_all, args=(self._jobs,), name=f"dasksc-gather-{i}") for i in range(n_threads)
+            threading.Thread(target=_run_all, args=(self.jobs,), name=f"dasksc-gather-{i}") for i in range(n_threads)
         ]
-
-    def submit(self, job: _Job[Any]) -> None:
-        """Queue `job` for the threads."""
-        self._jobs.put(job)
 
     def close(self) -> None:
         """End the threads once they have run the queued jobs."""
         # The flag is set before the stop signal is queued. Once it is set, the consumer runs its jobs itself, since the
         # threads run none that are queued after the signal.
         self.closed = True
-        self._jobs.put(None)
+        self.jobs.put(None)
 
     def __enter__(self) -> _ThreadPool:
         _ThreadPool.instances.add(self)
@@ -174,7 +170,7 @@ class _ThreadPool:
                 thread.join(_JOIN_S)
 
     def __del__(self) -> None:
-        self._jobs.put(None)
+        self.jobs.put(None)
 
 
 def _run_all(jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:

@@ -87,7 +87,7 @@ class ThreadRunner(OnDemandRunner):
 
     def close(self, pending: Sequence[Future[_Timed]], *, is_waiting: bool) -> None:
         """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
-        is_waiting = is_waiting and not _is_fetching()  # A thread cannot wait for itself.
+        is_waiting = is_waiting and not _this.is_fetching  # A thread cannot wait for itself.
         for future in pending:
             future.cancel()
         try:
@@ -95,6 +95,15 @@ class ThreadRunner(OnDemandRunner):
                 wait(pending)
         finally:
             self._threads.leave(is_waiting=is_waiting)
+
+
+class _Thread(threading.local):
+    """The current thread."""
+
+    is_fetching = False
+
+
+_this = _Thread()
 
 
 class _Threads:
@@ -115,9 +124,9 @@ class _Threads:
         with cls._lock:
             threads = cls._current
             # A fetch that iterates over another data set must not wait for its own thread.
-            if threads is None or threads._n_threads < n_threads or _is_fetching():
+            if threads is None or threads._n_threads < n_threads or _this.is_fetching:
                 threads = _Threads(n_threads)
-                if not _is_fetching():
+                if not _this.is_fetching:
                     cls._current = threads
             threads._n_windows += 1
             return threads
@@ -131,13 +140,6 @@ class _Threads:
             if _Threads._current is self:
                 _Threads._current = None
         self.executor.shutdown(wait=is_waiting)
-
-
-_this = threading.local()
-
-
-def _is_fetching() -> bool:
-    return getattr(_this, "is_fetching", False)
 
 
 def _after_fork() -> None:

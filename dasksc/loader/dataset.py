@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import dask.array as da
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from dasksc import checks
 from dasksc.atlas.expressions import columns_of
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
-from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments
 from dasksc.errors import InputError
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
@@ -47,7 +46,7 @@ from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.ranks import World
 from dasksc.plan.samplers import Sampler, StratifiedSampler
 from dasksc.plan.sets import SetSampler
-from dasksc.plan.strategies import SamplingStrategy, Streaming
+from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import BFLOAT16, Layout, UseMmap
 
 if TYPE_CHECKING:
@@ -294,9 +293,7 @@ class scDataset(IterableDataset[Any]):
         self.gene_match: Any = source.gene_match
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self.memory = MemoryProjection(
-            *(spec, source, self.ranks, self._scheduler),
-            batch_size=spec.batch_size * (1 + self._sampler.n_controls),
-            run_rows=_run_rows(self.strategy, self._sampler),
+            *(spec, source, self.ranks, self._scheduler), strategy=self.strategy, sampler=self._sampler
         )
         self.fetch_factor = self.memory.fetch_factor
         others = changed_arguments(scDataset.__init__, given | {"fetch_factor": self.fetch_factor})
@@ -540,10 +537,16 @@ class scDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
-        if not self.spec.has_hooks:  # what hooks return need not be batches
-            refuse_stacking(reader)
-        if self.world_size > 1:
-            refuse_sharding(self, reader)
+        is_stacking = (
+            getattr(reader, "auto_collation", False) and getattr(reader, "collate_fn", None) is default_collate
+        )
+        if is_stacking and not self.spec.has_hooks:  # what hooks return need not be batches
+            raise InputError(
+                "the DataLoader has a batch_size of its own, and would stack k batches of the data set into arrays of "
+                "shape (k, batch_size, n_vars). The data set already yields batches; use "
+                "DataLoader(dataset, batch_size=None)"
+            )
+        self._refuse_sharding(reader)
         if self._finished is not None:
             self._place, self._finished = EpochPosition(self._finished + 1), None
         return self._iterate()
@@ -706,8 +709,7 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.world_size > 1:
-            refuse_sharding(self)
+        self._refuse_sharding()
         state = self.__dict__ | {"_place": self._position}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):
@@ -717,6 +719,22 @@ class scDataset(IterableDataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._stats = EpochStats()
+
+    def _refuse_sharding(self, reader: Any = None) -> None:
+        """Raise an error if Accelerate, which transformers uses, divides the batches among the ranks."""
+        # Most cells would be lost, without an error.
+        if self.world_size == 1:
+            return
+        state = sys.modules.get("accelerate.state")
+        loader: Any = None if state is None else state.GradientState().active_dataloader
+        is_dispatched = type(loader).__name__ == "DataLoaderDispatcher" and loader.dataset is self
+        if is_dispatched or type(reader).__name__ == "IterableDatasetShard":
+            raise InputError(
+                "Accelerate divides the batches among the ranks, but the data set already yields each of them its own "
+                "share, so most cells would never be used. Iterate over the data set, or a DataLoader of it, as it is: "
+                "prepare only the model and the optimizer. Or give the data set rank=0, world_size=1 and a seed, to "
+                "leave the division among ranks to Accelerate"
+            )
 
     # --- Displays -------------------------------------------------------------------------------------
 
@@ -742,10 +760,3 @@ def _bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[Samp
             "would then lack batch.control. Instead of hooks, give transform=, a function that receives the batch"
         )
     return strategy, sampler
-
-
-def _run_rows(strategy: SamplingStrategy, sampler: Sampler) -> float:
-    """Return the mean number of neighboring rows that a fetch reads together."""
-    if isinstance(strategy, Streaming) and (strategy.indices is None or isinstance(strategy.indices, slice)):
-        return float("inf")
-    return float(getattr(sampler, "run_rows", getattr(strategy, "block_size", 1)))

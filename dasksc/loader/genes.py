@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -167,9 +167,21 @@ class GeneRequest:
         self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int, of: AnnData | None
     ) -> tuple[Columns, GeneMatch]:
         matched_by = "var_names" if self.key is None else f"var[{self.key!r}]"
+        names: Iterable[Any]  # of the columns; None for a column without a name
+        if var is None and self.key is not None:
+            raise InputError(
+                f"genes_key={self.key!r} names a column of var, which an array does not have; omit genes_key="
+            )
+        if var is None:
+            names = range(n_vars)
+        elif self.key is None:
+            names = var.index
+        else:
+            column = var[require_key("var", self.key, var.columns, of=of)]
+            names = (None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True))
         places: dict[Any, int] = {}
         repeats: dict[Any, list[int]] = {}
-        for i, name in enumerate(self._names_in(var, n_vars, of)):
+        for i, name in enumerate(names):
             if name is not None and places.setdefault(name, i) != i:
                 repeats.setdefault(name, []).append(i)
         unclear = [name for name in wanted if name in repeats]
@@ -213,16 +225,3 @@ class GeneRequest:
         else:
             logger.info("%s", match)
         return Columns(positions, n_vars, to, len(kept)), match
-
-    def _names_in(self, var: pd.DataFrame | None, n_vars: int, of: AnnData | None) -> Sequence[Any]:
-        """Return the names of the columns of an atlas; None for a column without a name."""
-        if var is None:
-            if self.key is not None:
-                raise InputError(
-                    f"genes_key={self.key!r} names a column of var, which an array does not have; omit genes_key="
-                )
-            return range(n_vars)
-        if self.key is None:
-            return list(var.index)
-        column = var[require_key("var", self.key, var.columns, of=of)]
-        return [None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True)]

@@ -20,6 +20,8 @@ from dasksc.loader.position import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.memory import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
+from dasksc.plan.samplers import Sampler
+from dasksc.plan.strategies import SamplingStrategy, Streaming
 from dasksc.storage import buffers
 
 logger = logging.getLogger("dasksc.loader")
@@ -44,14 +46,17 @@ class MemoryProjection:
         ranks: RankSession,
         scheduler: Callable[[], FetchScheduler],
         *,
-        batch_size: int,
-        run_rows: float,  # mean number of neighboring rows that a fetch reads together
+        strategy: SamplingStrategy,
+        sampler: Sampler,
     ) -> None:
         self._source = source
         self._ranks = ranks
         self._scheduler = scheduler
-        self._batch_size = batch_size  # with controls
-        self.run_rows = run_rows
+        self._batch_size = batch_size = spec.batch_size * (1 + sampler.n_controls)
+        # Mean number of neighboring rows that a fetch reads together
+        self._run_rows = float(getattr(sampler, "run_rows", getattr(strategy, "block_size", 1)))
+        if isinstance(strategy, Streaming) and (strategy.indices is None or isinstance(strategy.indices, slice)):
+            self._run_rows = math.inf
         self.prefetch = spec.prefetch
         self.expanded = frozenset[str]()
         if isinstance(source, MatrixSource):
@@ -227,6 +232,6 @@ class MemoryProjection:
             fetch_factor=fetch_factor,
             batch_bytes=self.batch_bytes,
             n_batches=_N_HELD + self.n_batches_ahead,
-            run_rows=self.run_rows,
+            run_rows=self._run_rows,
             is_interprocess=self.is_interprocess,
         )

@@ -26,7 +26,7 @@ from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import AnnDataView
-from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
+from dasksc.batches.batch import BatchMaker, Categories, is_obsm, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
@@ -180,7 +180,7 @@ class MatrixSource(Source):
         """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device."""
         if not spec.may_expand:
             return frozenset()
-        sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not _is_obsm(name)}
+        sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not is_obsm(name)}
         if spec.expand == "auto":
             itemsizes = {name: torch_dtype(self._dtype_of(one)).itemsize for name, one in sparse.items()}
             return frozenset(name for name, one in sparse.items() if 2 * one.cost.row <= one.shape[1] * itemsizes[name])
@@ -209,7 +209,7 @@ class MatrixSource(Source):
                 # Values are gathered in the stored type first, to be checked before conversion.
                 itemsize += matrix.stored_dtype.itemsize
             # Values may be converted to a wider type, and column numbers from two bytes to four.
-            is_dense = _is_obsm(name) or (self.maker.layout == "dense" and name not in expanded)
+            is_dense = is_obsm(name) or (self.maker.layout == "dense" and name not in expanded)
             row_bytes += itemsize * n_columns if is_dense else 2 * LONGER_ROWS * matrix.cost.row
             if columns is not None and matrix.layout == "dense":
                 if columns.sums is not None:  # the values to add, and their sums twice: in 64 bits, and converted
@@ -394,7 +394,7 @@ def _of_parts(spec: LoaderSpec, name: str, collection: Any, parts: Mapping[str, 
         request = spec.gene_request.of(modality) if modality else spec.gene_request
         kept, match = request.columns_of(part.var, part.n_vars, of=part)
         if kept is not None:
-            columns |= {key: kept for key in own if not _is_obsm(key)}
+            columns |= {key: kept for key in own if not is_obsm(key)}
         if match is not None:
             matches[modality] = match
     obs = {key: atlas.obs[require_key("obs", key, atlas.obs, of=atlas)] for key in spec.obs}
@@ -402,9 +402,3 @@ def _of_parts(spec: LoaderSpec, name: str, collection: Any, parts: Mapping[str, 
     return MatrixSource(
         spec, name, collection, int(atlas.n_obs), arrays, columns, found or None, obs, modalities=modalities
     )
-
-
-def _is_obsm(key: str) -> bool:
-    """Return True for a matrix of obsm: ``"obsm/X_pca"``, or ``"rna:obsm/X_pca"`` for several modalities."""
-    group, slash, _ = key.partition("/")
-    return bool(slash) and group.endswith("obsm")
