@@ -154,22 +154,19 @@ class MatrixSource(Source):
     def costs(self) -> dict[str, Any]:
         """Arguments `mapped`, `read` and `forced` of a `MemoryModel`."""
 
-        def costs() -> dict[str, FetchCost]:
+        def costs(is_mapped: bool, *, is_strict: bool = False) -> dict[str, FetchCost]:
             found: dict[str, FetchCost] = {}
-            for matrix in self.matrices.values():
-                for label, cost in part_costs(matrix):
+            with mapping(is_mapped, is_strict=is_strict):
+                for label, cost in (one for matrix in self.matrices.values() for one in part_costs(matrix)):
                     other = found.get(label)  # a file may be part of a collection several times
                     if other is not None:
                         cost = replace(cost, row=cost.row + other.row, held=cost.held + other.held)
                     found[label] = cost
             return found
 
-        with mapping(True):
-            mapped = costs()
-        with mapping(False):
-            forced = frozenset(name for name, cost in costs().items() if cost == mapped[name])
-        with mapping(False, is_strict=True):
-            return {"mapped": mapped, "read": costs(), "forced": forced}
+        mapped = costs(True)
+        forced = frozenset(name for name, cost in costs(False).items() if cost == mapped[name])
+        return {"mapped": mapped, "read": costs(False, is_strict=True), "forced": forced}
 
     @functools.cached_property
     def recycling(self) -> buffers.Recycling:
