@@ -585,7 +585,6 @@ class scDataset(IterableDataset[Any]):
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
             memory=self.memory,
-            scheduler=self._scheduler(),
             key=self._token,
         )
         self._stats = epoch.stats

@@ -23,7 +23,7 @@ from dasksc.displays import first_of
 from dasksc.errors import FetchError
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
-from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
+from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, assembled, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
@@ -57,11 +57,9 @@ class Epoch:
         n_done: int,
         *,
         memory: MemoryProjection,
-        scheduler: FetchScheduler,
         key: str,
     ) -> None:
         self._spec, self._source, self._plan, self._memory = spec, source, plan, memory
-        self._scheduler = scheduler
         self._key = key  # distinguishes data sets with the same name on the loader page
         self._n_done = n_done
         self._numbers = numbers[n_done // plan.fetch_factor :]
@@ -105,7 +103,7 @@ class Epoch:
 
     def _submit(self, task: Callable[[Any], Any], mode: ReadingMode | None = None) -> Window[Any]:
         """Start fetching, a few tasks ahead. `mode` is None for a collection that is indexed, in this process."""
-        memory, scheduler = self._memory, self._scheduler
+        memory, scheduler = self._memory, self._memory.scheduler()
         depth: int | Callable[[], int]
         if mode is None:
             depth = self._spec.prefetch or 2 * memory.n_threads_here

@@ -51,7 +51,7 @@ class MemoryProjection:
     ) -> None:
         self._source = source
         self._ranks = ranks
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._batch_size = batch_size = spec.batch_size * (1 + sampler.n_controls)
         # Mean number of neighboring rows that a fetch reads together
         self._run_rows = float(getattr(sampler, "run_rows", getattr(strategy, "block_size", 1)))
@@ -102,7 +102,7 @@ class MemoryProjection:
     @property
     def is_interprocess(self) -> bool:
         """True if fetches run in other processes, which send the rows to this one."""
-        return not self._scheduler().in_process
+        return not self.scheduler().in_process
 
     @property
     def n_batches_ahead(self) -> int:
@@ -129,7 +129,7 @@ class MemoryProjection:
     def n_threads(self) -> int:
         """Number of fetching threads of the rank, limited by memory; on a Dask cluster, its share of their threads."""
         world = self._ranks.detect()
-        n_of_cluster = self._scheduler().n_threads
+        n_of_cluster = self.scheduler().n_threads
         if n_of_cluster is not None:
             return max(1, n_of_cluster // world.world_size)
         most = default_threads(local_world_size=world.local_world_size)
