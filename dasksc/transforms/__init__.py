@@ -46,9 +46,9 @@ class Transforms:
     def parted(self) -> tuple[Transforms, Callable[[Any], Any] | None]:
         """Return the transforms on the host, and the part of the last one that follows on the device, if any."""
         *others, last = self.steps
-        if not hasattr(last, "on_device"):
+        if not hasattr(last, "_on_device"):
             return self, None
-        return replace(self, steps=(*others, last.on_host)), last.on_device
+        return replace(self, steps=(*others, last._on_host)), last._on_device
 
     def apply(self, batch: Any, number: int) -> Any:
         """Apply all transforms to a batch that no other code refers to, given its number in the epoch."""

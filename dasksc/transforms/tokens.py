@@ -179,8 +179,8 @@ class _Tokens:
         kernels.mask_tokens(cells.lengths, cells.keys, *shares, first, fates, draws)
         return fates, draws
 
-    def on_host(self, batch: Batch) -> Batch:
-        """Return a batch with a CSR X and what `on_device` needs to convert it; other batches are converted here."""
+    def _on_host(self, batch: Batch) -> Batch:
+        """Return a batch with a CSR X and what `_on_device` needs to convert it; other batches are converted here."""
         cells = self._cells(batch)
         if batch["X"].layout != torch.sparse_csr or not len(cells.values):
             return self(batch)
@@ -190,8 +190,8 @@ class _Tokens:
         tokens = {name: torch.from_numpy(array) for name, array in drawn.items()} | {"longest": cells.longest}
         return Batch(_without_matrices(batch), X=batch["X"], tokens=tokens)
 
-    def on_device(self, batch: Batch) -> Batch:
-        """Return the batch of `on_host`, which is on a device by now, with the tokens of `__call__`."""
+    def _on_device(self, batch: Batch) -> Batch:
+        """Return the batch of `_on_host`, which is on a device by now, with the tokens of `__call__`."""
         if "tokens" not in batch:
             return batch
         drawn, made = batch["tokens"], _without_matrices(batch)

@@ -121,7 +121,7 @@ def test_tokens_made_on_a_device_are_those_of_the_host(cells, layout, is_ranked,
     options |= {"vocabulary": Vocabulary.of_genes(GENES[:n]), "missing": "drop", "keep_ratio": 0.2}
     more = {"medians": np.linspace(0.1, n, N_GENES)} if is_ranked else {"n_bins": n}
     tokens = (RankTokens if is_ranked else ValueBins)(GENES, **options, **more).at_epoch(3)
-    expected, made = tokens(batch_of(cells, layout)), tokens.on_device(tokens.on_host(batch_of(cells, layout)))
+    expected, made = tokens(batch_of(cells, layout)), tokens._on_device(tokens._on_host(batch_of(cells, layout)))
     assert made.keys() == expected.keys()
     for name in made.keys() - {"obs"}:
         assert made[name].dtype == expected[name].dtype
