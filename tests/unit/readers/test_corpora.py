@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc.pushdown import matrix_of
+from dasksc.readers import soma
 from dasksc.readers.parquet import ParquetMatrix
 from tests.support.corpora import N_OBS, N_VARS, source, write_parquet, write_soma
 from tests.support.data import dense
@@ -251,3 +252,13 @@ def test_options_and_tables_of_parquet_that_do_not_fit_are_refused(tmp_path: Pat
     path.write_bytes(content[:1000])
     with pytest.raises(dasksc.StorageError, match=r"cells\.parquet"):
         dasksc.open(path, reader_options=options)
+
+
+def test_storage_options_of_soma_have_the_names_of_object_stores_or_of_tiledb():
+    given = {"aws_region": "eu", "endpoint_url": "http://127.0.0.1:9", "skip_signature": True, "retry_config": {}}
+    config = dict(soma._config({**given, "vfs.s3.max_parallel_ops": 4}))
+    options = {name.removeprefix("vfs.s3."): value for name, value in config.items() if name.startswith("vfs.s3.")}
+    place = {"region": "eu", "endpoint_override": "http://127.0.0.1:9", "scheme": "http"}
+    assert options == place | {"no_sign_request": "true", "max_parallel_ops": "4"}
+    with pytest.raises(dasksc.InputError, match="colour"):
+        soma._config({"colour": 1})

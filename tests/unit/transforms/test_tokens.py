@@ -102,10 +102,10 @@ def written(batch: Batch) -> list[list[tuple[int, float]]]:
     ]
 
 
+@pytest.mark.parametrize("is_ranked", [True, False])
 @given(
     cells=CELLS,
     layout=st.sampled_from(["csr", "dense"]),
-    is_ranked=st.booleans(),
     n=st.integers(2, 7),
     options=st.fixed_dictionaries(
         {
