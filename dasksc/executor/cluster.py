@@ -8,10 +8,12 @@ worker to this process, even while the consumer is busy, and releases it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import io
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -111,6 +113,8 @@ class ClusterRunner:
 
     async def _receive(self, k: int, future: Any) -> Any:
         try:
+            if self._in_process:
+                _wait_for_this_process(asyncio.current_task())
             await future.exception()
             start = perf_counter()
             # Results bypass the scheduler, unless the Client was created with direct_to_workers=False.
@@ -136,6 +140,31 @@ class ClusterRunner:
         while self._futures:
             self._futures.popitem()[1].release()
         self._task.release()
+
+
+# Receiving tasks that wait for workers in this process
+_waiting: set[Any] = set()
+_is_exiting = False
+
+
+def _wait_for_this_process(task: Any) -> None:
+    _waiting.add(task)
+    task.add_done_callback(_waiting.discard)
+    if _is_exiting:
+        raise RuntimeError("the workers in this process have ended with its main thread")
+
+
+def _end_waiting() -> None:
+    # Python starts no threads any more when it exits, so workers in this process run no more fetches. Without this,
+    # another thread that iterates would wait for them, and the interpreter for that thread.
+    global _is_exiting
+    _is_exiting = True
+    for task in list(_waiting):
+        task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+# Functions registered with `atexit` run after the interpreter has joined the threads.
+getattr(threading, "_register_atexit", atexit.register)(_end_waiting)
 
 
 def run_fetch(task: Callable[[Any], Any], argument: Any) -> tuple[float, Any]:
