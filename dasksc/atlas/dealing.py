@@ -38,7 +38,7 @@ def combined(columns: Sequence[CodedColumn], n: int) -> tuple[_Int32s, _Int64s, 
     numbers = np.zeros(n_codes, dtype=np.int32)
     numbers[present] = np.arange(len(present))
     table = np.array([column.codes[firsts[present]] for column in columns], dtype=np.int64).reshape(-1, len(present)).T
-    return taken(numbers, codes), table, counts[present]
+    return taken(numbers, codes, out=codes), table, counts[present]
 
 
 def deal(classes: _Int32s, counts: _Int64s, shares: NDArray[np.float64], keys: NDArray[np.uint64]) -> NDArray[np.int8]:
@@ -135,9 +135,9 @@ def shuffled(n: int, key: np.uint64) -> _Int64s:
     return order
 
 
-def taken(table: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-    """Return ``table[places]``, in pieces, since NumPy converts `places` to 64 bits."""
-    out = np.empty(len(places), dtype=table.dtype)
+def taken(table: NDArray[Any], places: NDArray[Any], out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Return ``table[places]``, in pieces, since NumPy converts `places` to 64 bits; `out` may be `places` itself."""
+    out = np.empty(len(places), dtype=table.dtype) if out is None else out
     for start in range(0, len(places), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
         out[piece] = table[places[piece]]
