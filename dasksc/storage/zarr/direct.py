@@ -190,7 +190,7 @@ class Files(ChunkSource):
             yield None
             return
         with file:
-            now = FileIdentity.of_open(path, file.fileno())
+            now = FileIdentity.of(path, file.fileno())
             self._check_object(now)
             self._seen.keep(at, now).compare(now)
             yield file.fileno(), now.size
