@@ -106,9 +106,7 @@ def _stacked(
         )
     # Atlases that lack the matrix have the type of the others if there is a fill value, and one with NaN otherwise.
     absent = np.dtype(np.float64) if fill_value is None else np.result_type(*[matrix.dtype for matrix in held])
-    parts = [
-        AbsentMatrix(n, layout, absent) if matrix is None else matrix for matrix, n in zip(found, sizes, strict=True)
-    ]
+    parts = [AbsentMatrix(n, absent) if matrix is None else matrix for matrix, n in zip(found, sizes, strict=True)]
     joined = ConcatenatedMatrix(label=f"{label} of {len(names)} atlases", parts=parts, maps=maps)
     types = {str(matrix.dtype): name for name, matrix in zip(names, found, strict=True) if matrix is not None}
     if len(types) > 1 or str(joined.dtype) not in types:

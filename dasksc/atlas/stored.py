@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.elements import Elements, known_columns, matrix_behind, require_key
-from dasksc.errors import InputError, StorageError
+from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.plan.arrays import index_array
 from dasksc.pushdown import MatrixRows, gather_block, to_dask
 from dasksc.readers.arrays import Lazy, lazily
@@ -23,8 +24,9 @@ from dasksc.readers.interface import Store
 from dasksc.readers.names import names_in_pieces
 from dasksc.readers.options import ACCEPTED, OpenOptions, naming_errors, refuse_feature_choice, where_of
 from dasksc.readers.registry import Hdf5Reader, opened, reader_of
-from dasksc.readers.survey import blocks_ahead, surveyed
-from dasksc.storage import Matrix, RemoteLocation, is_url, redact_url
+from dasksc.readers.survey import SurveyStore
+from dasksc.storage import Matrix, RemoteLocation, caused_by_data, is_url, redact_url
+from dasksc.storage.hdf5.reader import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile, files_ahead
 
 Extent = Literal["all", "batches", "joined"]
@@ -54,9 +56,12 @@ def open_one(
     path = os.fspath(data)
     where = where_of(path, options)
     if extent == "joined":
-        found = _surveyed(where, obs, options, file)
-        if found is not None:
-            return found
+        source = where if isinstance(where, str) else file
+        chooses = options.reader_options or options.feature_types or options.genomes
+        if not chooses and source is not None and isinstance(reader_of(where), Hdf5Reader):
+            found = _surveyed(source, obs, options)
+            if found is not None:
+                return found
     with opened(where, options) as store:
         if store.modalities():
             raise InputError(
@@ -67,26 +72,26 @@ def open_one(
 
 
 def _surveyed(
-    where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions, file: RemoteFile | None
+    source: str | RemoteFile, obs: Sequence[str] | None, options: OpenOptions, reader: BlockReader | None = None
 ) -> Elements | None:
-    """Open the usual elements of an HDF5 file that is local or known; None for other files."""
-    chooses = options.reader_options or options.feature_types or options.genomes
-    source = where if isinstance(where, str) else file
-    if chooses or source is None or not isinstance(reader_of(where), Hdf5Reader):
+    """Open the usual elements of an HDF5 file; None if it must be opened otherwise, which also reports errors."""
+    try:
+        where = source if isinstance(source, str) else source.location
+        return _read(SurveyStore(source, options, reader), where, obs, options, "joined")
+    except Exception as error:
+        if not caused_by_data(error):
+            raise
         return None
-    found = surveyed(source, obs, options)
-    if found is None:
-        return None
-    if obs is not None:
-        known_columns(obs, found.columns, where, may_lack=options.may_lack)
-    if not options.has_names:
-        found.obs.index = pd.RangeIndex(len(found.obs))
-    raw = None if found.raw_var is None else {"X": found.matrices["raw/X"], "var": found.raw_var, "varm": {}}
-    layers, obsm = (
-        {key.removeprefix(group): matrix for key, matrix in found.matrices.items() if key.startswith(group)}
-        for group in ("layers/", "obsm/")
-    )
-    return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), layers=layers, obsm=obsm, raw=raw)
+
+
+def _blocks_ahead(file: RemoteFile, obs: Sequence[str] | None, options: OpenOptions) -> BlockReader:
+    """Read the blocks of an object that opening it needs, on any thread; they are kept along with the result."""
+    reader = BlockReader(file, waits=False)
+    with suppress(DaskscError):  # opening the object reports it
+        _surveyed(file, obs, options, reader)
+        while reader.read_missing():
+            _surveyed(file, obs, options, reader)
+    return reader
 
 
 def remote_files(data: Sequence[Any], obs: Sequence[str] | None, options: OpenOptions) -> Iterator[RemoteFile | None]:
@@ -94,7 +99,7 @@ def remote_files(data: Sequence[Any], obs: Sequence[str] | None, options: OpenOp
     places = [RemoteLocation.of(one, options.storage_options) if isinstance(one, str) and is_url(one) else None
               for one in data]  # fmt: skip
     remote = [one for one in places if one is not None and one.local is None]
-    read = partial(blocks_ahead, obs=obs, options=options)
+    read = partial(_blocks_ahead, obs=obs, options=options)
     files = files_ahead(remote, cache=options.cache_of(remote[0]), read=read) if remote else iter(())
     for one in places:
         yield None if one is None or one.local is not None else next(files)

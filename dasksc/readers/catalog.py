@@ -264,7 +264,7 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
     def matrix_of(row: Any) -> Matrix:
         dtype, stored = np.dtype(row.computed), np.dtype(row.stored)
         if row.file == _NONE:
-            return AbsentMatrix(row.n_obs, row.layout, dtype)
+            return AbsentMatrix(row.n_obs, dtype)
         file, shape = files[row.file], (row.n_obs, row.n_vars)
         if row.n_values < 0 or isinstance(file, RemoteLocation):
             cost = FetchCost(**{name: getattr(row, name) for name in _COST})

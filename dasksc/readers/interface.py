@@ -194,6 +194,7 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release what the store holds; matrices that it opened remain usable."""
+        return
 
 
 class Reader(Protocol):

@@ -6,12 +6,10 @@ strings. The result equals that of `AnnDataStore`, to which files with other enc
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,12 +21,12 @@ from anndata.io import read_elem
 from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5s, h5t
 from numpy.typing import NDArray
 
-from dasksc.errors import DaskscError
 from dasksc.readers.arrays import Lazy
+from dasksc.readers.interface import Store
 from dasksc.readers.names import dtype_of_nullable, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import Matrix
-from dasksc.storage.arrays import UnknownLayoutError, caused_by_data, logical_dtype
+from dasksc.storage.arrays import logical_dtype
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.direct import direct_array, packed_strings, split_strings
 from dasksc.storage.hdf5.reader import BlockReader
@@ -49,46 +47,13 @@ _genes: WeakValueDictionary[tuple[bytes, str, Any], pd.DataFrame] = WeakValueDic
 _categories: WeakValueDictionary[bytes, pd.Index[Any]] = WeakValueDictionary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """Elements of a file that joined atlases have; tables of genes have no columns."""
-
-    obs: pd.DataFrame
-    columns: Sequence[str]  # All columns of obs
-    var: pd.DataFrame
-    matrices: dict[str, Lazy] = field(default_factory=dict)  # X, raw/X, and entries of layers and obsm, by key
-    raw_var: pd.DataFrame | None = None
-
-
 class _OtherEncodingError(Exception):
     """The file needs `AnnDataStore`."""
 
 
-def surveyed(
-    file: str | RemoteFile, obs: Sequence[str] | None, options: OpenOptions, reader: BlockReader | None = None
-) -> Survey | None:
-    """Open an HDF5 file, which may lack columns; None if it needs `AnnDataStore`, which also reports errors."""
-    try:
-        return _File(file, options, reader).survey(obs)
-    except (_OtherEncodingError, UnknownLayoutError):
-        return None
-    except Exception as error:
-        if not caused_by_data(error):
-            raise
-        return None
+class SurveyStore(Store):
+    """HDF5 file whose usual elements are read; errors of any kind mean that `AnnDataStore` must open it."""
 
-
-def blocks_ahead(file: RemoteFile, obs: Sequence[str] | None, options: OpenOptions) -> BlockReader:
-    """Read the blocks of an object that `surveyed` needs, on any thread; they are kept along with the result."""
-    reader = BlockReader(file, waits=False)
-    with contextlib.suppress(DaskscError):  # opening the object reports it
-        surveyed(file, obs, options, reader)
-        while reader.read_missing():
-            surveyed(file, obs, options, reader)
-    return reader
-
-
-class _File:
     def __init__(self, file: str | RemoteFile, options: OpenOptions, reader: BlockReader | None = None) -> None:
         self.options = options
         self.bytes: NDArray[np.uint8] | None = None
@@ -108,32 +73,33 @@ class _File:
         if self.id.get_create_plist().get_userblock():
             raise _OtherEncodingError
 
-    def survey(self, wanted: Sequence[str] | None) -> Survey:
+    def keys(self) -> list[str]:
+        """Return the keys of the elements that joined atlases have."""
         names = _members(self.id)
-        if "obs" not in names or "var" not in names or "mod" in names or any(name.startswith("raw.") for name in names):
+        has_raw = "raw" in names
+        if "mod" in names or any(name.startswith("raw.") for name in names):
             raise _OtherEncodingError
-        table = h5g.open(self.id, b"obs")
-        order = _attribute(table, b"column-order")
-        columns = [name.decode() if isinstance(name, bytes) else str(name) for name in order]
-        obs = self._obs(table, columns if wanted is None else [name for name in wanted if name in columns])
-        found = ["X"] if "X" in names else []
+        if has_raw and not {"X", "var"} <= set(_members(h5g.open(self.id, b"raw"))):
+            raise _OtherEncodingError
+        found = [name for name in names if name in ("obs", "var", "X")]
         for group in _GROUPS:
             if group in names:
                 found += [f"{group}/{name}" for name in _members(h5g.open(self.id, group.encode()))]
-        raw_var = None
-        if "raw" in names:
-            raw = h5g.open(self.id, b"raw")
-            if not {"X", "var"} <= set(_members(raw)):
-                raise _OtherEncodingError
-            found.append("raw/X")
-            raw_var = self._var(h5g.open(raw, b"var"))
-        return Survey(
-            obs=obs,
-            columns=columns,
-            var=self._var(h5g.open(self.id, b"var")),
-            matrices={name: Lazy(matrix=self._matrix(name)) for name in found},
-            raw_var=raw_var,
-        )
+        return [*found, "raw/X", "raw/var"] if has_raw else found
+
+    def columns(self, name: str) -> list[str]:
+        order = _attribute(h5g.open(self.id, name.encode()), b"column-order")
+        return [name.decode() if isinstance(name, bytes) else str(name) for name in order]
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Read columns of obs; tables of genes have none."""
+        table = h5g.open(self.id, name.encode())
+        if name != "obs":
+            return self._var(table)
+        return self._obs(table, self.columns(name) if columns is None else columns)
+
+    def matrix(self, key: str) -> Lazy:
+        return Lazy(matrix=self._matrix(key))
 
     def _obs(self, table: h5g.GroupID, columns: Sequence[str]) -> pd.DataFrame:
         index_key = _text(table, b"_index")

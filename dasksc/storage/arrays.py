@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import h5py
 import numpy as np
@@ -55,36 +56,25 @@ class UnknownLayoutError(Exception):
     """Internal error for an array that only h5py or zarr-python can read; the message is a clause with the reason."""
 
 
-class StoredArray(Protocol):
+class StoredArray:
     """Array of one or two dimensions, on disk or in memory. Instances can be pickled."""
 
-    @property
-    def label(self) -> str:
-        """Name of the array in error messages, such as ``"/data/atlas.h5ad:/X/indices"``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array, with one or two dimensions."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Data type of the elements as stored, in native byte order."""
-
-    @property
-    def chunk_length(self) -> int:
-        """Length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one."""
-
-    @property
-    def decoded_length(self) -> int:
-        """The same, but 0 if parts of chunks can be decoded alone."""
+    label: str  # Name of the array in error messages, such as ``"/data/atlas.h5ad:/X/indices"``
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # Data type of the elements as stored, in native byte order
+    chunk_length = 0  # Length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one
+    decoded_length = 0  # The same, but 0 if parts of chunks can be decoded alone
 
     def held_share(self, run: float) -> float:
         """Return the anonymous memory that a fetch holds, as a fraction of its runs of mean length `run`."""
+        return 1.0
 
     @property
     def working_bytes(self) -> int:
         """Additional anonymous memory that a fetch needs while it reads, in bytes."""
+        return 0
 
+    @abstractmethod
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of the runs ``[starts[i], stops[i])`` of rows, or raise `BrokenRunError`."""
         # Runs are in ascending order of start, and may touch, overlap, repeat and be empty. Each is contiguous.
@@ -166,16 +156,14 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
 
 
-class MemoryArray:
+class MemoryArray(StoredArray):
     """NumPy array as a stored array, copied only if its rows are not contiguous or its type must be converted."""
-
-    working_bytes = chunk_length = decoded_length = 0
 
     def __init__(self, array: NDArray[Any], label: str) -> None:
         self.label = label
         self.dtype = array.dtype.newbyteorder("=")
         self._array = np.ascontiguousarray(array, dtype=memory_dtype(array.dtype))
-        self.shape: tuple[int, ...] = array.shape
+        self.shape = array.shape
 
     def held_share(self, run: float) -> float:
         return 0.0
@@ -232,7 +220,7 @@ def cut(
     return chunks, np.maximum(starts[run], chunks * chunk), np.minimum(stops[run], (chunks + 1) * chunk)
 
 
-class SlicedArray:
+class SlicedArray(StoredArray):
     """Array that a library reads by slices."""
 
     def __init__(self, *, label: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: int, gap_bytes: int) -> None:
@@ -242,9 +230,6 @@ class SlicedArray:
         self.chunk_length = self.decoded_length = chunk if chunk > 1 else 0
         self._chunk = chunk
         self._gap_bytes = gap_bytes
-
-    def held_share(self, run: float) -> float:
-        return 1.0
 
     @property
     def working_bytes(self) -> int:

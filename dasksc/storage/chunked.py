@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from dasksc.storage import buffers
 from dasksc.storage.arrays import (
     BrokenRunError,
     RowPointers,
+    StoredArray,
     caused_by_data,
     cut,
     memory_dtype,
@@ -46,16 +48,16 @@ class MappedChunks:
     owner: Any  # Object that keeps the map alive
 
 
-class ChunkSource(Protocol):
+class ChunkSource:
     """Stored chunks of an array, numbered in row-major order of the grid. Instances can be pickled."""
 
-    @property
-    def working_bytes(self) -> int:
-        """Memory for stored chunks during a fetch, beyond the chunk being decoded, in bytes."""
+    working_bytes = 0  # Memory for stored chunks during a fetch, beyond the chunk being decoded
 
+    @abstractmethod
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced since it was opened."""
 
+    @abstractmethod
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs."""
         # `numbers` are ascending. The bytes are valid until the next chunk is requested.
@@ -64,6 +66,7 @@ class ChunkSource(Protocol):
         """Yield the chunks in memory-mapped groups."""
         # The result is None if the chunks cannot be mapped, or if one of them skipped a codec, since all mapped chunks
         # are decoded alike.
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +80,7 @@ class ChunkTable:
     skipped: NDArray[np.uint32]  # Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32
 
 
-class TableChunks:
+class TableChunks(ChunkSource):
     """Chunks of one file, located by a table."""
 
     def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable) -> None:
@@ -114,7 +117,7 @@ class TableChunks:
         return iter([MappedChunks(at=at, sizes=sizes, owner=owner)])
 
 
-class ChunkedArray:
+class ChunkedArray(StoredArray):
     """Array of encoded chunks."""
 
     def __init__(
@@ -137,9 +140,6 @@ class ChunkedArray:
         self._chain = chain
         self._source = source
         self._fill = fill
-
-    def held_share(self, run: float) -> float:
-        return 1.0
 
     @property
     def working_bytes(self) -> int:

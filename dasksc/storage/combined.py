@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 from dask.base import tokenize
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.arrays import RowPointers, memory_dtype, reading
+from dasksc.storage.arrays import MemoryArray, RowPointers, memory_dtype, reading
 from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.dtypes import sum_dtype
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Layout, Origins, RowBuffer
 from dasksc.storage.files import LocalFile, advise_mapped, mapping_of
-from dasksc.storage.matrices import CSRMatrix, check_rows, row_bounds
+from dasksc.storage.matrices import CSRMatrix, DenseMatrix, check_rows, row_bounds
 from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.uncompressed import PlainArray
 
@@ -29,25 +29,13 @@ from dasksc.storage.uncompressed import PlainArray
 _MOST_RUNS = 64
 
 
-class AbsentMatrix:
+class AbsentMatrix(DenseMatrix):
     """Matrix without columns, a placeholder for a missing matrix in a concatenation."""
 
-    def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
-        self.label = "absent matrix"
-        self.shape = n_obs, 0
-        self.layout = layout
-        self.dtype = self.stored_dtype = np.dtype(dtype)
-        self.cost = FetchCost(row=0.0, held=0.0)
+    cost = FetchCost(row=0.0, held=0.0)
 
-    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        rows = check_rows(self.label, self.shape[0], rows)
-        if self.layout == "dense":
-            return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
-        nothing = np.zeros(len(rows) + 1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype)
-        return CSRRowBuffer.of_block(self.label, rows, 0, self.dtype, nothing)
-
-    def __repr__(self) -> str:
-        return f"<AbsentMatrix of {self.shape[0]} rows>"
+    def __init__(self, n_obs: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(label="absent matrix", values=MemoryArray(np.empty((n_obs, 0), dtype), "absent matrix"))
 
 
 class ConcatenatedMatrix:

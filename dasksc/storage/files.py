@@ -76,17 +76,9 @@ class FileIdentity:
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: str) -> FileIdentity:
-        """Return the current identity of the file at `path`."""
-        return cls._from(path, os.stat(path))
-
-    @classmethod
-    def of_open(cls, path: str, descriptor: int) -> FileIdentity:
-        """Return the identity of an open file, even if another file is at `path` now."""
-        return cls._from(path, os.fstat(descriptor))
-
-    @classmethod
-    def _from(cls, path: str, status: os.stat_result) -> FileIdentity:
+    def of(cls, path: str, descriptor: int | None = None) -> FileIdentity:
+        """Return the current identity of the file at `path`, or of an open file, even if another is at `path` now."""
+        status = os.stat(path if descriptor is None else descriptor)
         return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def require_unchanged(self) -> None:
@@ -292,7 +284,7 @@ class LocalFile:
                 if direct and error.errno == errno.EINVAL:
                     raise
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
-            self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
+            self.identity.compare(FileIdentity.of(self.path, descriptor.number))
             # If threads race, the first descriptor is kept: replacing it would close it while another thread uses its
             # number. There is no lock, since a forked process could inherit it in the locked state.
             descriptor = self._descriptors.setdefault(mode, descriptor)

@@ -10,19 +10,17 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, RowPointers, merge, reading, row_bytes
+from dasksc.storage.arrays import BrokenRunError, RowPointers, StoredArray, merge, reading, row_bytes
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
 
 
-class PlainArray:
+class PlainArray(StoredArray):
     """Uncompressed array in one file."""
 
     # `firsts` holds the first row of each extent, ascending from 0; an extent ends where the next one begins. `offsets`
     # holds its byte offset in the file, or -1 for an extent that was never written. If the file is memory-mapped, only
     # runs that cross extents are copied. Otherwise the requested rows are read.
-
-    chunk_length = decoded_length = 0
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import ChunkedArray, MappedChunks
+from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.files import FileIdentity, LocalFile, UseMmap, can_map, read_at, should_map
 from dasksc.storage.remote.client import ObjectIdentity
@@ -76,13 +76,10 @@ class ObjectCache(Generic[V]):
         return value
 
 
-class Files:
-    """Stored objects of an array as files; a `ChunkSource` if each object is a chunk."""
+class Files(ChunkSource):
+    """Stored objects of an array as files; their chunks if each object is a chunk."""
 
     # Reads raise an error if an object has changed since the array was opened.
-
-    # The buffer for one file, which is negligible.
-    working_bytes = 0
 
     def __init__(self, directory: str, *, layout: ZarrLayout, metadata: FileIdentity, use_mmap: UseMmap) -> None:
         is_local = can_map(directory)
@@ -193,7 +190,7 @@ class Files:
             yield None
             return
         with file:
-            now = FileIdentity.of_open(path, file.fileno())
+            now = FileIdentity.of(path, file.fileno())
             self._check_object(now)
             self._seen.keep(at, now).compare(now)
             yield file.fileno(), now.size
@@ -241,7 +238,7 @@ def remote_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> S
     return chunked_array(objects, layout=layout, label=label)
 
 
-class StoreObjects:
+class StoreObjects(ChunkSource):
     """Stored objects of an array behind a URL, with the methods and errors of `Files`."""
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
@@ -266,9 +263,6 @@ class StoreObjects:
         calls = [(partial(self._content, at, longest=longest), n_bytes) for at in self._layout.places(numbers)]
         for data in self._checked(calls):
             yield data, 0
-
-    def mapped(self, numbers: NDArray[np.int64]) -> None:
-        """Return None; see `ChunkSource.mapped`."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
         def indexed(at: At) -> T | None:
@@ -335,8 +329,8 @@ class _Shard:
     sizes: NDArray[np.int64]
 
 
-class _Shards:
-    """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
+class _Shards(ChunkSource):
+    """Chunks stored in shards, which are objects with several chunks and an index."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
         self.working_bytes = objects.working_bytes

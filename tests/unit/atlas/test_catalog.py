@@ -45,7 +45,7 @@ def test_surveyed_files_equal_files_opened_one_element_at_a_time(
     paths: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "_read", None)
+        patched.setattr(stored, "opened", None)
         surveyed = dasksc.open(paths, **options)
     monkeypatch.setattr(stored, "_surveyed", lambda *_: None)
     same(surveyed, dasksc.open(paths, **options))
