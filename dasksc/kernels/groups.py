@@ -273,13 +273,6 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
 
 
 @kernel
-def count_pairs(rows, columns, out):
-    """Add the count of each pair to ``out[row, column]``; `rows` and `columns` have shape (n,), `out` is 2-D."""
-    for i in range(rows.shape[0]):
-        out[rows[i], columns[i]] += 1
-
-
-@kernel
 def put_by_code(rows, codes, places, out):
     """Write each row to the next free place of its code in `out`; code -1 stands for the last one."""
     for i in range(rows.shape[0]):
