@@ -15,7 +15,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.intrinsics import count_bits
-from dasksc.kernels.permute import below, bits, stream, uniform
+from dasksc.kernels.permute import bits, stream, uniform
 
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
@@ -476,23 +476,3 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
                 n_near += 1
             n_out += 1
     return n_out, n_near
-
-
-@kernel
-def select_quotas(n, codes, lookup, quotas, counts, key, out):
-    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class, uniformly; return the number of all."""
-    # Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one pass. If
-    # `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are decremented.
-    chosen = 0
-    for i in range(n):
-        code = np.int64(0)
-        if codes.shape[0] > 0:
-            code = np.int64(codes[lookup[i] if lookup.shape[0] > 0 else i])
-            if code < 0:
-                continue
-        if quotas[code] > 0 and below(key, i, counts[code]) < quotas[code]:
-            out[chosen] = i
-            chosen += 1
-            quotas[code] -= 1
-        counts[code] -= 1
-    return chosen

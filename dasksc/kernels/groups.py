@@ -288,7 +288,9 @@ def deal_by_quota(codes, quotas, key, out):
     # sampling; Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
     left = quotas.sum(axis=1)
     for i in range(codes.shape[0]):
-        c = codes[i]
+        c = np.int64(codes[i])
+        if c < 0:  # the row has no class and keeps its entry in `out`
+            continue
         draw = below(key, i, left[c])
         part = 0
         while draw >= quotas[c, part]:

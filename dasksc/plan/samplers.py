@@ -134,10 +134,11 @@ class QuotaSampler(Sampler):
         return int(self.quotas.sum())
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
-        out = np.empty(self.n_rows, dtype=np.int64)
-        source = self.candidates.n, self.codes, self.lookup, self.quotas.copy(), self.counts.copy()
-        draw_kernels.select_quotas(*source, epoch_keys(seed, epoch, Purpose.DRAW)[0], out)
-        return ChosenRows(self.candidates, out)
+        quotas = np.stack([self.quotas, self.counts - self.quotas], axis=1)
+        parts = np.ones(self.candidates.n, dtype=np.int8)
+        codes = self.codes[self.lookup] if len(self.lookup) else self.codes
+        kernels.deal_by_quota(read_only(codes), quotas, epoch_keys(seed, epoch, Purpose.DRAW)[0], parts)
+        return ChosenRows(self.candidates, np.flatnonzero(parts == 0))
 
 
 _SEGMENT_LEVELS = 6

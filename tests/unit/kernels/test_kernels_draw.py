@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
+from dasksc.kernels.groups import deal_by_quota
 from dasksc.kernels.synthetic import fill_alias_table
 from tests.support import twins
 
@@ -121,11 +122,10 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
             expected.append(i)
             wanted[code] -= 1
         remaining[code] -= 1
-    out = np.empty(sum(quotas), dtype=np.int64)
-    array = np.array(codes, dtype=np.int8)
-    chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
-    assert chosen == sum(quotas)
-    assert out.tolist() == expected
+    parts = np.ones(len(codes), dtype=np.int8)
+    both = np.stack([quotas, np.subtract(counts, quotas)], axis=1)
+    deal_by_quota(np.array(codes, dtype=np.int8), both, np.uint64(key), parts)
+    assert np.flatnonzero(parts == 0).tolist() == expected
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))
