@@ -31,11 +31,10 @@ _TABLE_RUNS = 256
 
 
 @kernel
-def combine_codes(codes, lookup, radix, out):
+def combine_codes(codes, radix, out):
     """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either code is negative."""
-    n_lookup = lookup.shape[0]
     for i in range(out.shape[0]):
-        code = np.int64(codes[lookup[i]] if n_lookup > 0 else codes[i])
+        code = np.int64(codes[i])
         before = np.int64(out[i])
         out[i] = -1 if code < 0 or before < 0 else before * radix + code
 
