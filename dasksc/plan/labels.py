@@ -201,13 +201,6 @@ def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
     return numbers, [name for name, is_one in zip(names, is_class, strict=True) if is_one]
 
 
-def weight_of(argument: str, key: Any, weight: Any) -> float:
-    """Return a weight as a float, or raise an error if it cannot be one."""
-    if not isinstance(weight, Real) or not 0 <= float(weight) < np.inf:
-        raise InputError(f"{argument}[{key!r}] must be finite and not negative; got {weight!r}")
-    return float(weight)
-
-
 def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
     """Return the factor of each class."""
     factors = np.ones(len(column.labels), dtype=np.float64)
@@ -218,7 +211,9 @@ def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
     for code, (label, factor) in zip(
         column.codes_of("class_weights", class_weights), class_weights.items(), strict=True
     ):
-        factors[code] = weight_of("class_weights", label, factor)
+        if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
+            raise InputError(f"class_weights[{label!r}] must be finite and not negative; got {factor!r}")
+        factors[code] = float(factor)
     return factors
 
 
