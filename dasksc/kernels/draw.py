@@ -37,17 +37,6 @@ _U63 = np.uint64(63)
 
 
 @kernel
-def _weight_at(i, values, table):
-    if values.shape[0] == 0:
-        return 1.0
-    # An unsigned index avoids numba's check for negative values.
-    entry = np.uint64(i)
-    if table.shape[0] == 0:
-        return np.float64(values[entry])
-    return table[np.uint64(np.int64(values[entry]) + 1)]
-
-
-@kernel
 def _copy_weights(start, size, values, table, out):
     # Copy the weights of candidates ``[start, start + size)``. Each source of weights has a plain loop of its
     # own, because a call or a branch for each weight takes longer than reading the weight.
@@ -419,9 +408,10 @@ def gumbel_keys(candidates, values, table, key, out):
     """Write the random key of each candidate; those with the k largest keys are k draws without replacement."""
     # The keys are u ** (1 / w) (Efraimidis, Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett.
     # 97, 2006) under the map log(w) - log(-log(u)), which keeps precision for weights of any size.
+    weight = np.empty(1, dtype=np.float64)
     for k in range(candidates.shape[0]):
-        weight = _weight_at(candidates[k], values, table)
-        out[k] = _gumbel(weight, uniform(key, candidates[k])) if weight > 0.0 else -math.inf
+        _copy_weights(candidates[k], 1, values, table, weight)
+        out[k] = _gumbel(weight[0], uniform(key, candidates[k])) if weight[0] > 0.0 else -math.inf
 
 
 @kernel
