@@ -103,7 +103,9 @@ def deal_groups(
             "column with fewer classes for stratify="
         )
     counts = np.zeros((n_groups, n_classes), dtype=np.int64)
-    kernels.count_pairs(groups, classes, counts)
+    for start in range(0, len(groups), _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        np.add.at(counts.reshape(-1), groups[piece].astype(np.int64) * n_classes + classes[piece], 1)
     occurring = np.flatnonzero(counts.any(axis=1))
     if len(occurring) < len(shares):
         raise InputError(

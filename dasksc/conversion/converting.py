@@ -182,7 +182,7 @@ def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed:
         columns = [CodedColumn(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
         codes, n_codes = combined_codes(columns, slice(None), n_obs)
         counts = np.zeros(n_codes + 1, dtype=np.int64)
-        count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
+        count_codes(codes, counts)
         # Missing categories have the code -1; their rows come last.
         places = np.concatenate([[0], np.cumsum(counts[1:])])
     for start, stop in pieces(0, n_obs, _PIECE_ROWS):

@@ -197,7 +197,7 @@ def _classes_of(plan: EpochPlan, labels: Any) -> list[Report]:
 
 def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
     counts = np.zeros(n_names + 1, dtype=np.int64)
-    count_codes(len(codes), codes, np.empty(0, dtype=np.int64), counts)
+    count_codes(codes, counts)
     shares: NDArray[np.float64] = counts[1:] / max(1, counts[1:].sum())
     return shares
 

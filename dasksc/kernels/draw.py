@@ -2,9 +2,8 @@
 
 Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty, `values` holds the
 weights. Otherwise `values` holds integer codes from -1 (no label) upwards, and ``table[c + 1]`` is the weight of code
-c. A candidate is a row that may be drawn. `lookup` holds the position in `values` of each candidate; if it is empty,
-the entry of candidate i is at position i. A heap is a binary tree of sums in one array: the children of node i are
-nodes 2 i and 2 i + 1.
+c. A candidate is a row that may be drawn; `values` has one entry per candidate. A heap is a binary tree of sums in one
+array: the children of node i are nodes 2 i and 2 i + 1.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.intrinsics import count_bits
-from dasksc.kernels.permute import below, bits, stream, uniform
+from dasksc.kernels.permute import bits, stream, uniform
 
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
@@ -38,26 +37,12 @@ _U63 = np.uint64(63)
 
 
 @kernel
-def _weight_at(i, values, table, lookup):
-    if values.shape[0] == 0:
-        return 1.0
-    # An unsigned index avoids numba's check for negative values.
-    entry = np.uint64(lookup[np.uint64(i)]) if lookup.shape[0] > 0 else np.uint64(i)
-    if table.shape[0] == 0:
-        return np.float64(values[entry])
-    return table[np.uint64(np.int64(values[entry]) + 1)]
-
-
-@kernel
-def _copy_weights(start, size, values, table, lookup, out):
+def _copy_weights(start, size, values, table, out):
     # Copy the weights of candidates ``[start, start + size)``. Each source of weights has a plain loop of its
     # own, because a call or a branch for each weight takes longer than reading the weight.
     first = np.uint64(start)
     if values.shape[0] == 0:
         out[:size] = 1.0
-    elif lookup.shape[0] > 0:
-        for i in range(size):
-            out[i] = _weight_at(start + i, values, table, lookup)
     elif table.shape[0] > 0:
         for i in range(np.uint64(size)):
             out[i] = table[np.uint64(np.int64(values[first + i]) + 1)]
@@ -67,14 +52,14 @@ def _copy_weights(start, size, values, table, lookup, out):
 
 
 @kernel
-def segment_sums(n, segment, values, table, lookup, out):
+def segment_sums(n, segment, values, table, out):
     """Sum the weights of each segment into `out`; return the first candidate of an invalid weight, or -1."""
     # The weights in `table` are not negative.
     weights = np.empty(segment, dtype=np.float64)
     for s in range(out.shape[0]):
         start = s * segment
         size = min(segment, n - start)
-        _copy_weights(start, size, values, table, lookup, weights)
+        _copy_weights(start, size, values, table, weights)
         total = 0.0
         n_wrong = 0
         for i in range(size):
@@ -96,16 +81,12 @@ def sum_up(tree):
 
 
 @kernel
-def count_codes(n, codes, lookup, out):
+def count_codes(codes, out):
     """Add the number of candidates with code c to ``out[c + 1]``, int64, for each code c from -1 (no label) upwards."""
-    if lookup.shape[0] > 0:
-        for i in range(n):
-            out[np.int64(codes[lookup[i]]) + 1] += 1
-        return
     # Sorted labels contain long runs of one code. Counting a run in a register does not wait for memory.
     run_code = np.int64(-1)
     run = 0
-    for i in range(n):
+    for i in range(codes.shape[0]):
         code = np.int64(codes[i])
         if code != run_code:
             out[run_code + 1] += run
@@ -216,7 +197,7 @@ def binomial(key, n, p):
 
 
 @kernel
-def _sum_inside(number, segment, n, values, table, lookup, inside):
+def _sum_inside(number, segment, n, values, table, inside):
     # Compute the heap of one segment's weights, shape (2 * segment,). Its first entry is not a node and holds
     # the number of the segment, so that the same segment is not summed twice in succession.
     if inside[0] == number:
@@ -224,7 +205,7 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
     inside[0] = number
     start = number * segment
     size = min(segment, n - start)
-    _copy_weights(start, size, values, table, lookup, inside[segment:])
+    _copy_weights(start, size, values, table, inside[segment:])
     inside[segment + size :] = 0.0
     sum_up(inside)
 
@@ -292,7 +273,7 @@ def _fall(key, node, n_draws, numbers, shares):
 
 
 @kernel
-def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
+def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, key, out):
     """Write the candidates of the `wanted` weighted draws with replacement into `out`; draws are in storage order."""
     # A heap over the candidates splits the draws: `tree` holds its sums down to segments of candidates, and `starts_at`
     # the result of `split_draws`. The number of draws that a node passes to its left child is binomial, with that
@@ -333,7 +314,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                 else:
                     below_segment = level - n_levels
                     number = (node >> below_segment) - (1 << n_levels)
-                    _sum_inside(number, segment, n, values, table, lookup, inside)
+                    _sum_inside(number, segment, n, values, table, inside)
                     local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
                     left, right = inside[2 * local], inside[2 * local + 1]
                 middle = starts[level] + _go_left(key, node, stops[level] - starts[level], left, right)
@@ -353,7 +334,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                     _descend(tree, n_levels - level, n_fallen, fallen, rests)
                     for i in range(n_fallen):
                         number = np.int64(fallen[i]) - (1 << n_levels)
-                        _sum_inside(number, segment, n, values, table, lookup, inside)
+                        _sum_inside(number, segment, n, values, table, inside)
                         last_node[0] = 1
                         last_rest[0] = rests[i] / tree[fallen[i]] * inside[1]
                         _descend(inside, segment_levels, 1, last_node, last_rest)
@@ -361,7 +342,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
                 else:
                     below_segment = level - n_levels
                     number = (node >> below_segment) - (1 << n_levels)
-                    _sum_inside(number, segment, n, values, table, lookup, inside)
+                    _sum_inside(number, segment, n, values, table, inside)
                     local = (1 << below_segment) + (node & ((1 << below_segment) - 1))
                     for i in range(n_fallen):
                         fallen[i] = local
@@ -380,7 +361,7 @@ def uniforms(counters, key, out):
 
 
 @kernel
-def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, lookup, out):
+def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, out):
     """Write the candidates of independent draws, at `shares` of the total weight before each, into `out`."""
     n_wanted = shares.shape[0]
     nodes = np.ones(n_wanted, dtype=np.uint64)
@@ -393,7 +374,7 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
     for i in range(n_wanted):
         start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
         size = min(segment, n - start)
-        _copy_weights(start, size, values, table, lookup, weights)
+        _copy_weights(start, size, values, table, weights)
         weights[size:] = 0.0
         rest = rests[i]
         passed = 0  # candidates of the runs before the draw
@@ -423,30 +404,31 @@ def _gumbel(weight, u):
 
 
 @kernel
-def gumbel_keys(candidates, values, table, lookup, key, out):
+def gumbel_keys(candidates, values, table, key, out):
     """Write the random key of each candidate; those with the k largest keys are k draws without replacement."""
     # The keys are u ** (1 / w) (Efraimidis, Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett.
     # 97, 2006) under the map log(w) - log(-log(u)), which keeps precision for weights of any size.
+    weight = np.empty(1, dtype=np.float64)
     for k in range(candidates.shape[0]):
-        weight = _weight_at(candidates[k], values, table, lookup)
-        out[k] = _gumbel(weight, uniform(key, candidates[k])) if weight > 0.0 else -math.inf
+        _copy_weights(candidates[k], 1, values, table, weight)
+        out[k] = _gumbel(weight[0], uniform(key, candidates[k])) if weight[0] > 0.0 else -math.inf
 
 
 @kernel
-def count_positive(n, values, table, lookup):
+def count_positive(n, values, table):
     """Return the number of candidates with a weight above 0."""
     weights = np.empty(_CHUNK, dtype=np.float64)
     found = 0
     for start in range(0, n, _CHUNK):
         size = min(_CHUNK, n - start)
-        _copy_weights(start, size, values, table, lookup, weights)
+        _copy_weights(start, size, values, table, weights)
         for i in range(size):
             found += weights[i] > 0.0
     return found
 
 
 @kernel
-def select_above(n, values, table, lookup, key, low, high, out, near, near_keys):
+def select_above(n, values, table, key, low, high, out, near, near_keys):
     """Write the candidates whose key (see `gumbel_keys`) is at least `low`, in storage order; return their number."""
     # Also write the positions in `out` of those whose key is at most `high`, and their keys, and return their number.
     # Candidates that do not fit are only counted.
@@ -458,7 +440,7 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
     n_near = 0
     for start in range(0, n, _CHUNK):
         size = min(_CHUNK, n - start)
-        _copy_weights(start, size, values, table, lookup, weights)
+        _copy_weights(start, size, values, table, weights)
         for i in range(size):
             weight = weights[i]
             u = uniform(key, start + i)
@@ -476,23 +458,3 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
                 n_near += 1
             n_out += 1
     return n_out, n_near
-
-
-@kernel
-def select_quotas(n, codes, lookup, quotas, counts, key, out):
-    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class, uniformly; return the number of all."""
-    # Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one pass. If
-    # `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are decremented.
-    chosen = 0
-    for i in range(n):
-        code = np.int64(0)
-        if codes.shape[0] > 0:
-            code = np.int64(codes[lookup[i] if lookup.shape[0] > 0 else i])
-            if code < 0:
-                continue
-        if quotas[code] > 0 and below(key, i, counts[code]) < quotas[code]:
-            out[chosen] = i
-            chosen += 1
-            quotas[code] -= 1
-        counts[code] -= 1
-    return chosen

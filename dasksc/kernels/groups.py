@@ -31,11 +31,10 @@ _TABLE_RUNS = 256
 
 
 @kernel
-def combine_codes(codes, lookup, radix, out):
+def combine_codes(codes, radix, out):
     """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either code is negative."""
-    n_lookup = lookup.shape[0]
     for i in range(out.shape[0]):
-        code = np.int64(codes[lookup[i]] if n_lookup > 0 else codes[i])
+        code = np.int64(codes[i])
         before = np.int64(out[i])
         out[i] = -1 if code < 0 or before < 0 else before * radix + code
 
@@ -273,13 +272,6 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
 
 
 @kernel
-def count_pairs(rows, columns, out):
-    """Add the count of each pair to ``out[row, column]``; `rows` and `columns` have shape (n,), `out` is 2-D."""
-    for i in range(rows.shape[0]):
-        out[rows[i], columns[i]] += 1
-
-
-@kernel
 def put_by_code(rows, codes, places, out):
     """Write each row to the next free place of its code in `out`; code -1 stands for the last one."""
     for i in range(rows.shape[0]):
@@ -295,7 +287,9 @@ def deal_by_quota(codes, quotas, key, out):
     # sampling; Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
     left = quotas.sum(axis=1)
     for i in range(codes.shape[0]):
-        c = codes[i]
+        c = np.int64(codes[i])
+        if c < 0:  # the row has no class and keeps its entry in `out`
+            continue
         draw = below(key, i, left[c])
         part = 0
         while draw >= quotas[c, part]:

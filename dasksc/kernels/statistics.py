@@ -17,9 +17,6 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.permute import mix
 
-FRACTIONS, NEGATIVE = 1, 2
-"""Flags that `kinds_of` returns."""
-
 _LIMIT = 2.0**63
 
 
@@ -44,36 +41,6 @@ def add_moments(indptr, columns, values, groups, order, moments):
             flat[at] += 1
             flat[at + np.uint64(2)] += difference
             flat[at + np.uint64(3)] += difference * difference
-
-
-@kernel
-def finish_moments(moments, n_rows, counts, sums, means, squares):
-    """Write counts of nonzeros, sums, means and sums of squared differences from the mean, (n_groups, n_vars)."""
-    # The squared differences of nonzeros and of zeros are combined by the formula of Chan, Golub and LeVeque (1983).
-    for i in range(len(n_rows)):
-        n = np.float64(n_rows[i])
-        for j in range(moments.shape[1]):
-            count, first, sum_, square = moments[i, j, 0], moments[i, j, 1], moments[i, j, 2], moments[i, j, 3]
-            counts[i, j] = np.int64(count)
-            sums[i, j] = count * first + sum_
-            means[i, j] = sums[i, j] / n if n > 0 else np.nan
-            squares[i, j] = 0.0
-            if count > 0:
-                away = sum_ / count  # distance of the mean of the nonzeros from the first one
-                own = square - sum_ * away
-                mean = first + away
-                squares[i, j] = (0.0 if own < 0 else own) + mean * mean * count * ((n - count) / n)
-
-
-@kernel
-def kinds_of(values):
-    """Return the flags `FRACTIONS` and `NEGATIVE` that apply to any of `values`."""
-    n_fractions = n_negative = np.int64(0)
-    for k in range(len(values)):
-        value = np.float64(values[k])
-        n_fractions += np.int64(value != np.floor(value))
-        n_negative += np.int64(value < 0)
-    return FRACTIONS * (n_fractions > 0) + NEGATIVE * (n_negative > 0)
 
 
 @kernel

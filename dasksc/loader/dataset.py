@@ -355,7 +355,7 @@ class scDataset(IterableDataset[Any]):
         strategy that favors rows with many nonzeros, memory may exceed the projection. On a cluster the value increases
         with the number of workers, up to ``memory_limit``.
         """
-        return self.memory.reading_mode().demand.anonymous if isinstance(self.source, MatrixSource) else None
+        return self.memory.reading_mode().anonymous if isinstance(self.source, MatrixSource) else None
 
     @property
     def n_device_bytes(self) -> int | None:
@@ -374,7 +374,7 @@ class scDataset(IterableDataset[Any]):
         files that are read instead of mapped, it covers only the pages of the fetch tasks in progress. Pages do not
         count towards `memory_limit` or `projected_bytes`, but the cgroup of a Slurm job or a container counts them.
         """
-        return self.memory.reading_mode().demand.pages if isinstance(self.source, MatrixSource) else None
+        return self.memory.reading_mode().pages if isinstance(self.source, MatrixSource) else None
 
     def __getitem__(self, index: Any) -> NoReturn:
         # The message of the base class does not say what to do instead.

@@ -27,10 +27,9 @@ from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, assembled, fetch_name
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
-from dasksc.loader.projection import MemoryProjection
+from dasksc.loader.projection import MemoryProjection, ReadingMode
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory import ReadingMode
 from dasksc.multiindexable import take_rows
 from dasksc.plan.deal import ConsumedSegment, FetchPlan
 from dasksc.plan.epoch_plan import EpochPlan

@@ -30,7 +30,6 @@ from dasksc.batches.batch import BatchMaker, Categories, is_obsm, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
-from dasksc.memory import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
 from dasksc.plan.labels import encode_column
@@ -49,6 +48,11 @@ from dasksc.storage import (
 from dasksc.storage.dtypes import text_of
 
 logger = logging.getLogger("dasksc.loader")
+
+# Safety factor for fetches whose rows have more stored values than average, as weights may favor them.
+LONGER_ROWS = 1.1
+# Bytes per row in a plan: the row number and the position.
+PLAN_ROW_BYTES = 16
 
 
 class Source:
@@ -151,8 +155,9 @@ class MatrixSource(Source):
                 )
 
     @functools.cached_property
-    def costs(self) -> dict[str, Any]:
-        """Arguments `mapped`, `read` and `forced` of a `MemoryModel`."""
+    def costs(self) -> tuple[dict[str, FetchCost], dict[str, FetchCost], frozenset[str]]:
+        """Costs of a fetched row in each matrix, by label, if every file that can be mapped is mapped, or none."""
+        # Files of the matrices in the third element are always mapped.
 
         def costs(is_mapped: bool, *, is_strict: bool = False) -> dict[str, FetchCost]:
             found: dict[str, FetchCost] = {}
@@ -166,7 +171,7 @@ class MatrixSource(Source):
 
         mapped = costs(True)
         forced = frozenset(name for name, cost in costs(False).items() if cost == mapped[name])
-        return {"mapped": mapped, "read": costs(False, is_strict=True), "forced": forced}
+        return mapped, costs(False, is_strict=True), forced
 
     @functools.cached_property
     def recycling(self) -> buffers.Recycling:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 
-# Empty arrays, which stand for an absent lookup in kernel calls.
+# Empty arrays, which stand for absent ones in kernel calls.
 EMPTY_INTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
 
@@ -103,14 +103,12 @@ class Candidates:
         """Index of the candidates in an array with one entry per row of the collection: a slice or row numbers."""
         return slice(self.start, self.start + self.n) if self.array is None else self.array
 
-    def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
-        """Return `values` and a lookup of the candidates in them, in the form that the kernels expect."""
+    def entries(self, name: str, values: NDArray[Any], n_obs: int) -> NDArray[Any]:
+        """Return the entry of each candidate in `values`, in the form that the kernels expect."""
         if len(values) == n_obs:
-            if self.array is None:
-                return np.ascontiguousarray(values[self.start : self.start + self.n]), EMPTY_INTS
-            return np.ascontiguousarray(values), self.array
+            return np.ascontiguousarray(values[self.selector])
         if len(values) == self.n:
-            return np.ascontiguousarray(values) if self.given is None else values[self.given], EMPTY_INTS
+            return np.ascontiguousarray(values) if self.given is None else values[self.given]
         expected = f"{n_obs} (one per row)"
         if self.n != n_obs:
             expected += f" or {self.n} (one per entry of indices)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -162,7 +162,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         rows.flags.writeable = False
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
-        if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
+        if values is None or isinstance(values, str):  # the weights of CellSets are a name
             continue
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:  # `bind` would match the remaining values to rows instead of entries

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from dasksc.checks import check_one_of, names_or_none, true_or_false, whole_number
 from dasksc.displays import brief
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.errors import InputError
 from dasksc.plan.arrays import Candidates
-from dasksc.plan.labels import CodedColumn, weight_of
+from dasksc.plan.labels import CodedColumn
 from dasksc.plan.sets import SetSampler, combined_codes, group_rows, matched_controls
 from dasksc.plan.strategies import BuiltInStrategy
 
@@ -44,9 +44,7 @@ class CellSets(BuiltInStrategy):
     n_sets
         Number of sets in an epoch, over all ranks. Default: the number with which every cell is drawn about once.
     weights
-        Weights of the groups in the draw: ``"cells"``, their numbers of cells; ``"groups"``, equal weights; or a
-        mapping from every group to its weight, with labels as keys, or tuples of labels for several columns. Weights
-        of groups that are not drawn, such as unmatched ones, have no effect.
+        Weights of the groups in the draw: ``"cells"``, their numbers of cells; or ``"groups"``, equal weights.
     incomplete
         Treatment of a set that a group cannot fill: ``"repeat"`` fills it by repeating cells of the group, ``"drop"``
         leaves it out.
@@ -105,7 +103,7 @@ class CellSets(BuiltInStrategy):
     set_size: int
     _: KW_ONLY
     n_sets: int | None = None
-    weights: str | Mapping[Any, float] = "cells"
+    weights: str = "cells"
     incomplete: str = "repeat"
     replace: bool = True
     block_size: int = 8
@@ -132,11 +130,7 @@ class CellSets(BuiltInStrategy):
             object.__setattr__(self, name, true_or_false(name, getattr(self, name)))
         check_one_of("incomplete", self.incomplete, ("repeat", "drop"))
         check_one_of("unmatched", self.unmatched, ("error", "drop"))
-        expected = "weights must be 'cells', 'groups' or a dict of weights by group"
-        if isinstance(self.weights, str) and self.weights not in ("cells", "groups"):
-            raise InputError(f"{expected}; got {self.weights!r}")
-        if not isinstance(self.weights, str | Mapping):
-            raise WrongTypeError(f"{expected}; got a {type(self.weights).__name__}, which may have a to_dict()")
+        check_one_of("weights", self.weights, ("cells", "groups"))
         if not self.replace and (self.n_sets is not None or self.weights != "cells"):
             raise InputError(
                 "replace=False draws every cell once, so n_sets= and weights= have no effect; omit them, or draw "
@@ -224,7 +218,8 @@ class CellSets(BuiltInStrategy):
         ends = cumulative = None
         if self.replace:
             n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
-            cumulative = np.cumsum(self._group_weights(by, groups.counts, candidates.rows(groups.first_rows())))
+            weights = np.ones(len(groups.counts)) if self.weights == "groups" else groups.counts.astype(np.float64)
+            cumulative = np.cumsum(weights)
         else:
             n_short_rows = self.set_size - 1 if self.incomplete == "repeat" else 0
             ends = np.cumsum((groups.counts + n_short_rows) // self.set_size)
@@ -256,35 +251,6 @@ class CellSets(BuiltInStrategy):
             f"control cells, unlabelled cells, with unmatched={self.unmatched!r} cells without a control, and with "
             f"incomplete={self.incomplete!r} groups of fewer than {self.set_size} cells"
         )
-
-    def _group_weights(
-        self, columns: Sequence[CodedColumn], counts: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Return the weight of each group, of which `rows` holds one row each."""
-        if self.weights == "groups":
-            return np.ones(len(counts))
-        if not isinstance(self.weights, Mapping):
-            return counts.astype(np.float64)
-        keys = [key if isinstance(key, tuple) and len(self.by) > 1 else (key,) for key in self.weights]
-        if wrong := [key for key in keys if len(key) != len(self.by)]:
-            raise MissingKeyError(f"weights contain {wrong[0]!r}; each key must be a tuple of {len(self.by)} labels")
-        of_key = [one.codes_of("weights", [key[i] for key in keys]) for i, one in enumerate(columns)]
-        given = {
-            codes: weight_of("weights", key, weight)
-            for codes, (key, weight) in zip(zip(*of_key, strict=True), self.weights.items(), strict=True)
-        }
-        groups = list(zip(*(column.codes[rows].tolist() for column in columns), strict=True))
-        missing = [group for group in groups if group not in given]
-        if missing:
-            some = tuple(one.labels[code] for one, code in zip(columns, missing[0], strict=True))
-            raise InputError(
-                f"weights lack {len(missing)} of {len(counts)} groups, such as {some}. Give each a weight, which may "
-                "be 0"
-            )
-        result = np.array([given[group] for group in groups])
-        if not 0 < result.sum() < np.inf:
-            raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")
-        return result
 
     # --- Control cells --------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class CodedColumn:
         else:
             codes, labels = _factorized(column, sort=order == "value")
             codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
-        check_categories(labels, f"obs column {column.name!r}")
+        check_categories(labels, "labels" if column.name is None else f"obs column {column.name!r}")
         if order == "text":
             by_text = np.argsort(labels.map(str).to_numpy(object), kind="stable")
             places = np.full(len(labels) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
@@ -115,25 +115,30 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code."""
     # Equal labels of any data type have equal codes. Categories keep their codes, and labels other than small whole
     # numbers are numbered in the order of their first occurrence.
-    values = getattr(labels, "cat", None) or labels
-    if hasattr(values, "codes") and hasattr(values, "categories"):
-        check_categories(values.categories, "labels")
-        return np.asarray(values.codes), list(values.categories)
     if hasattr(labels, "compute"):  # of Dask
         labels = labels.compute()
-    labels = _label_array(labels)
+    if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
+        mask, labels = np.ma.getmaskarray(labels), np.array(labels.data, dtype=object)
+        labels[mask] = None
+    elif not hasattr(getattr(labels, "dtype", None), "construct_array_type"):  # not of pandas
+        labels = array_of("labels", labels)
     if labels.ndim != 1:
         raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
+    limit = max(len(labels), _FEW_CODES)
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
         low, high = int(labels.min()), int(labels.max())
-        if low >= -1 and high < max(len(labels), _FEW_CODES):
+        if low >= -1 and high < limit:
             return labels, list(range(high + 1))
-    codes, names = _factorized(labels)
-    # Items of an index of dates are those of categories of dates, and equal those of datetime.
-    names = list(pd.Index(names) if names.dtype.kind in "mM" else names)
-    check_categories(names, "labels")
-    table, classes = _classes(names, len(labels))
-    return table[codes], classes  # the code -1 of a missing label selects the last entry
+    coded = CodedColumn.in_order(pd.Series(labels), "occurrence")
+    codes, names = coded.codes, list(coded.labels)
+    if isinstance(labels.dtype, pd.CategoricalDtype) or not _are_whole(names, len(labels)):
+        return codes, names
+    # Negative numbers have no class. The code -1 of a missing label selects the last entry.
+    values = np.array([*names, -1], dtype=np.float64)
+    if values.max() < limit:
+        return np.maximum(values, -1).astype(np.int64)[codes], list(range(int(values.max()) + 1))
+    is_class = values >= 0
+    return np.where(is_class, np.cumsum(is_class) - 1, -1)[codes], [name for name in names if name >= 0]
 
 
 def listed(labels: Any) -> list[Any]:
@@ -148,17 +153,6 @@ def _pandas_label(label: Any) -> Any:
     if isinstance(label, np.datetime64):
         return pd.Timestamp(label)
     return pd.Timedelta(label) if isinstance(label, np.timedelta64) else label
-
-
-def _label_array(labels: Any) -> Any:
-    """Convert labels to a NumPy array, or to a pandas array if only that can mark missing labels."""
-    if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
-        objects = np.array(labels.data, dtype=object)
-        objects[np.ma.getmaskarray(labels)] = None
-        return objects
-    if hasattr(getattr(labels, "dtype", None), "construct_array_type"):
-        return getattr(labels, "array", labels)
-    return array_of("labels", labels)
 
 
 def _factorized(values: Any, *, sort: bool = False) -> tuple[NDArray[Any], Any]:
@@ -186,28 +180,6 @@ def _are_whole(names: list[Any], n_labels: int) -> bool:
     return is_whole
 
 
-def _classes(names: list[Any], n_labels: int) -> tuple[_Int64s, list[Any]]:
-    """Return the class code of each name, followed by -1, and the names of the classes; negative numbers have none."""
-    numbers = np.arange(len(names) + 1)
-    numbers[-1] = -1
-    if not _are_whole(names, n_labels):
-        return numbers, names
-    values = np.array(names, dtype=np.float64)
-    is_class = values >= 0
-    if values.max() < max(n_labels, _FEW_CODES):
-        numbers[:-1] = np.where(is_class, values, -1)
-        return numbers, list(range(int(values.max()) + 1))
-    numbers[:-1] = np.where(is_class, np.cumsum(is_class) - 1, -1)
-    return numbers, [name for name, is_one in zip(names, is_class, strict=True) if is_one]
-
-
-def weight_of(argument: str, key: Any, weight: Any) -> float:
-    """Return a weight as a float, or raise an error if it cannot be one."""
-    if not isinstance(weight, Real) or not 0 <= float(weight) < np.inf:
-        raise InputError(f"{argument}[{key!r}] must be finite and not negative; got {weight!r}")
-    return float(weight)
-
-
 def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
     """Return the factor of each class."""
     factors = np.ones(len(column.labels), dtype=np.float64)
@@ -218,7 +190,9 @@ def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
     for code, (label, factor) in zip(
         column.codes_of("class_weights", class_weights), class_weights.items(), strict=True
     ):
-        factors[code] = weight_of("class_weights", label, factor)
+        if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
+            raise InputError(f"class_weights[{label!r}] must be finite and not negative; got {factor!r}")
+        factors[code] = float(factor)
     return factors
 
 

@@ -15,7 +15,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import groups as kernels
 from dasksc.kernels import permute
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, read_only
+from dasksc.plan.arrays import EMPTY_FLOATS, Candidates, read_only
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.labels import check_quotas, largest_remainders, max_draws
 
@@ -124,7 +124,6 @@ class QuotaSampler(Sampler):
 
     candidates: Candidates
     codes: NDArray[Any]
-    lookup: _Int64s = field(compare=False)
     quotas: _Int64s
     counts: _Int64s
     block_size: int
@@ -134,10 +133,10 @@ class QuotaSampler(Sampler):
         return int(self.quotas.sum())
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
-        out = np.empty(self.n_rows, dtype=np.int64)
-        source = self.candidates.n, self.codes, self.lookup, self.quotas.copy(), self.counts.copy()
-        draw_kernels.select_quotas(*source, epoch_keys(seed, epoch, Purpose.DRAW)[0], out)
-        return ChosenRows(self.candidates, out)
+        quotas = np.stack([self.quotas, self.counts - self.quotas], axis=1)
+        parts = np.ones(self.candidates.n, dtype=np.int8)
+        kernels.deal_by_quota(read_only(self.codes), quotas, epoch_keys(seed, epoch, Purpose.DRAW)[0], parts)
+        return ChosenRows(self.candidates, np.flatnonzero(parts == 0))
 
 
 _SEGMENT_LEVELS = 6
@@ -164,12 +163,11 @@ class Weights:
 
     values: NDArray[Any]
     table: NDArray[np.float64]
-    lookup: _Int64s = field(compare=False)
 
     @property
-    def arrays(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
+    def arrays(self) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """The arrays in the order of the arguments of kernels, which are compiled once: all arrays are read-only."""
-        return read_only(self.values), read_only(self.table), read_only(self.lookup)
+        return read_only(self.values), read_only(self.table)
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,7 @@ class WeightedSampler(Sampler):
         wrong = draw_kernels.segment_sums(self.candidates.n, _SEGMENT, *self.weights.arrays, leaves)
         if wrong >= 0:
             row = int(self.candidates.rows(np.array([wrong]))[0])
-            value = self.weights.values[self.weights.lookup[wrong] if len(self.weights.lookup) else wrong]
+            value = self.weights.values[wrong]
             raise InputError(f"weights must be finite and not negative; the weight of row {row} is {value}")
         draw_kernels.sum_up(tree)
         if not 0 < tree[1] < np.inf:
@@ -321,7 +319,7 @@ class WeightedSampler(Sampler):
 @functools.cache
 def _fingerprint_of_draws() -> str:
     """Return a digest of some draws, which changes with the version of the kernels and the math library."""
-    weights = Weights(np.arange(4096, dtype=np.float64), EMPTY_FLOATS, EMPTY_INTS)
+    weights = Weights(np.arange(4096, dtype=np.float64), EMPTY_FLOATS)
     sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)
     in_order: Any = sampler.draw(0, 0)
     singly = replace(in_order, in_order=False)
@@ -388,14 +386,12 @@ class StratifiedSampler(Sampler):
     block_size = _GROUP_UNITS
 
     @classmethod
-    def of(
-        cls, candidates: Candidates, codes: NDArray[Any], lookup: _Int64s, counts: _Int64s, **options: Any
-    ) -> StratifiedSampler:
+    def of(cls, candidates: Candidates, codes: NDArray[Any], counts: _Int64s, **options: Any) -> StratifiedSampler:
         """Create a sampler; sorting the candidates by class takes four bytes per candidate."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         members = np.empty(starts[-1], dtype=np.int32 if candidates.n < 2**31 else np.int64)
-        kernels.list_members(codes[lookup] if len(lookup) else codes, starts.copy(), members)
+        kernels.list_members(codes, starts.copy(), members)
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:

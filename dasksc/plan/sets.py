@@ -37,8 +37,7 @@ def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int
             out, n_codes = _renumbered(out)
         if n_codes * radix >= 2**31:
             out = out.astype(np.int64)
-        codes, lookup = (column.codes[rows], EMPTY_INTS) if isinstance(rows, slice) else (column.codes, rows)
-        kernels.combine_codes(codes, lookup, radix, out)
+        kernels.combine_codes(column.codes[rows], radix, out)
         n_codes *= radix
         if n_codes > limit:
             out, n_codes = _renumbered(out)

@@ -20,7 +20,7 @@ from dasksc.displays import brief, constructor
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, Candidates, array_of, index_array
+from dasksc.plan.arrays import EMPTY_FLOATS, Candidates, array_of, index_array
 from dasksc.plan.deal import BlockOrder
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import (
@@ -317,11 +317,10 @@ class BlockWeightedSampling(BuiltInStrategy):
         if candidates.n == 0:
             raise InputError("there are no rows to draw from: indices= is empty. Give at least one row")
         if self.weights is None:
-            weights = Weights(EMPTY_FLOATS, EMPTY_FLOATS, EMPTY_INTS)
+            values = EMPTY_FLOATS
         else:
-            values, lookup = candidates.entries("weights", self.weights, n_obs)
-            weights = Weights(values, EMPTY_FLOATS, lookup)
-        return _weighted(self, candidates, weights)
+            values = candidates.entries("weights", self.weights, n_obs)
+        return _weighted(self, candidates, Weights(values, EMPTY_FLOATS))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -432,9 +431,9 @@ class ClassBalancedSampling(BuiltInStrategy):
         candidates = Candidates.of(self.indices, n_obs)
         codes, names = encode_labels(self.labels if self.label_key is None else labels_of(self.label_key))
         column = CodedColumn(self.label_key or "labels", codes, names)
-        codes, lookup = candidates.entries("labels", codes, n_obs)
+        codes = candidates.entries("labels", codes, n_obs)
         counted = np.zeros(len(names) + 1, dtype=np.int64)
-        draw_kernels.count_codes(candidates.n, codes, lookup, counted)
+        draw_kernels.count_codes(codes, counted)
         missing, counts = int(counted[0]), counted[1:]
         if missing:
             logger.warning("%d of %d rows have no label and are never drawn", missing, candidates.n)
@@ -444,7 +443,7 @@ class ClassBalancedSampling(BuiltInStrategy):
         share = shares_of(counts, factors, smoothing=self.smoothing, temperature=self.temperature)
         if self.per_batch:
             return StratifiedSampler.of(
-                *(candidates, codes, lookup, counts),
+                *(candidates, codes, counts),
                 share=share,
                 names=names,
                 run_rows=self.block_size,
@@ -454,13 +453,13 @@ class ClassBalancedSampling(BuiltInStrategy):
         if self.replace or self.sampling_size is not None:
             table = np.zeros(len(names) + 1)
             np.divide(share, counts, out=table[1:], where=counts > 0)
-            return _weighted(self, candidates, Weights(codes, table, lookup))
+            return _weighted(self, candidates, Weights(codes, table))
         if self.total_size is None:
             quotas = np.minimum(largest_remainders(share, max_draws(counts, share)), counts)
         else:
             quotas = largest_remainders(share, self.total_size)
         check_quotas(quotas, counts, names)
-        return QuotaSampler(candidates, codes, lookup, quotas, counts, self.block_size)
+        return QuotaSampler(candidates, codes, quotas, counts, self.block_size)
 
 
 def _weighted(

@@ -186,5 +186,14 @@ def moments_of(source: Pass, groups: Groups, each: Callable[[PassRows], None], v
         each(rows)
     n_nonzero = np.empty((n_groups, n_vars), dtype=np.int64)
     total, mean, squares = (np.empty((n_groups, n_vars)) for _ in range(3))
-    kernels.finish_moments(sums, groups.n_rows, n_nonzero, total, mean, squares)
+    with np.errstate(all="ignore"):
+        for i, n in enumerate(groups.n_rows):
+            count, first, rest, square = sums[i].T
+            n_nonzero[i], total[i] = count, count * first + rest
+            mean[i] = total[i] / n
+            # The squared differences of nonzeros and of zeros are combined by the formula of Chan, Golub and LeVeque
+            # (1983).
+            away = rest / np.maximum(count, 1)  # distance of the mean of the nonzeros from the first one
+            apart = (first + away) ** 2 * count * ((n - count) / n)
+            squares[i] = np.maximum(square - rest * away, 0) + apart
     return Moments(groups.n_rows, n_nonzero, total, mean, squares)

@@ -105,18 +105,19 @@ def highly_variable_genes(
         from skmisc.loess import loess
     except ImportError as error:
         raise ImportError("highly_variable_genes needs scikit-misc: pip install 'dasksc[hvg]'") from error
-    kinds = 0
+    has_fractions = has_negative = False
 
     def check(rows: PassRows) -> None:
-        nonlocal kinds
-        kinds |= kernels.kinds_of(rows.values)
+        nonlocal has_fractions, has_negative
+        has_fractions |= bool((rows.values != np.floor(rows.values)).any())
+        has_negative |= bool((rows.values < 0).any())
 
     moments = moments_of(source, batches, check, _SCORE_BYTES)
     if not np.isfinite(moments.sum).all():
         raise InputError(f"{source.label} has NaN or infinite values, so variances are undefined; fill them first")
-    if kinds & kernels.NEGATIVE:
+    if has_negative:
         raise InputError(f"{source.label} has values below 0 instead of counts; give the layer of counts with layer=")
-    if kinds & kernels.FRACTIONS:
+    if has_fractions:
         logger.warning("%s has fractions instead of counts; give the layer of counts with layer=", source.label)
     normed = _standardized_variances(source, batches, moments, loess)
     # Tied genes are ordered as in scanpy, which uses NumPy's default sort, not a stable one.

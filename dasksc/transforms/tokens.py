@@ -73,17 +73,16 @@ class _Tokens:
     def __init__(
         self,
         genes: Iterable[str],
-        *,
         vocabulary: Vocabulary | str | os.PathLike[str] | None,
         max_genes: int,
-        prepend_cls: bool,
-        mask_ratio: float,
-        random_replace_ratio: float,
-        keep_ratio: float,
+        shares: tuple[float, float, float],
         missing: Missing,
         padding: Padding,
         seed: int,
+        *,
+        prepend_cls: bool,
     ) -> None:
+        mask_ratio, random_replace_ratio, keep_ratio = shares
         names = names_of(genes)
         if vocabulary is None:
             vocabulary = Vocabulary.of_genes(names)
@@ -310,18 +309,8 @@ class RankTokens(_Tokens):
         padding: Padding = "longest",
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            genes,
-            vocabulary=vocabulary,
-            max_genes=max_genes,
-            prepend_cls=prepend_cls,
-            mask_ratio=mask_ratio,
-            random_replace_ratio=random_replace_ratio,
-            keep_ratio=keep_ratio,
-            missing=missing,
-            padding=padding,
-            seed=seed,
-        )
+        shares = mask_ratio, random_replace_ratio, keep_ratio
+        super().__init__(genes, vocabulary, max_genes, shares, missing, padding, seed, prepend_cls=prepend_cls)
         self.medians: NDArray[np.float32] | None = None
         if medians is not None:
             given = array_of("medians", medians)
@@ -417,18 +406,8 @@ class ValueBins(_Tokens):
         padding: Padding = "longest",
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            genes,
-            vocabulary=vocabulary,
-            max_genes=max_genes,
-            prepend_cls=prepend_cls,
-            mask_ratio=mask_ratio,
-            random_replace_ratio=random_replace_ratio,
-            keep_ratio=keep_ratio,
-            missing=missing,
-            padding=padding,
-            seed=seed,
-        )
+        shares = mask_ratio, random_replace_ratio, keep_ratio
+        super().__init__(genes, vocabulary, max_genes, shares, missing, padding, seed, prepend_cls=prepend_cls)
         self.n_bins = whole_number("n_bins", n_bins, 2)  # at least two values: 0, and one bin of nonzeros
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:

@@ -21,11 +21,11 @@ from dask.callbacks import Callback
 from dask.diagnostics import Profiler, ProgressBar
 
 import dasksc
-from dasksc import memory as memory_model
 from dasksc.errors import FetchError
 from dasksc.executor.schedulers import default_threads
 from dasksc.executor.tasks import FetchedMatrices, assembled
 from dasksc.executor.window import Window
+from dasksc.loader import projection
 from dasksc.storage import as_matrix
 from tests.support.data import make_values
 from tests.support.waiting import WAIT_S, eventually
@@ -290,7 +290,7 @@ def test_batches_do_not_depend_on_the_parts(
     anndata.AnnData(X=make_values(90, 11, layout=stored)).write_h5ad(path, compression="gzip")
 
     def epoch(part_bytes: int) -> tuple[int, list[Any]]:
-        monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
+        monkeypatch.setattr(projection, "_PART_BYTES", part_bytes)
         dataset = dasksc.scDataset(
             path, dasksc.BlockShuffling(4), 8, 3, scheduler=scheduler, layout=layout, seed=0, return_index=True
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
+from dasksc.kernels.groups import deal_by_quota
 from dasksc.kernels.synthetic import fill_alias_table
 from tests.support import twins
 
@@ -21,32 +22,29 @@ pytestmark = pytest.mark.core
 SEGMENT_LEVELS = 6
 SEGMENT = 1 << SEGMENT_LEVELS
 # The package passes read-only arrays, for which the kernels are compiled once.
-EMPTY, NO_LOOKUP = np.frombuffer(b"", np.float64), np.frombuffer(b"", np.int64)
+EMPTY = np.frombuffer(b"", np.float64)
 
-Source = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]
+Source = tuple[NDArray[Any], NDArray[np.float64]]
 
 
 def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
-    """Return the three arrays from which the kernels compute weights, and the expected weights."""
+    """Return the two arrays from which the kernels compute weights, and the expected weights."""
     rng = np.random.default_rng(n)
-    weights = rng.integers(0, 4, 2 * n).astype(np.float32)
+    weights = rng.integers(0, 4, n).astype(np.float32)
     weights[n // 2] = 7
-    codes = rng.integers(-1, 3, 2 * n).astype(np.int8)
+    codes = rng.integers(-1, 3, n).astype(np.int8)
     codes[n // 2] = 2
     table = np.array([0.0, 1.5, 0.0, 4.0])
-    lookup = np.arange(n) + n // 3
-    for array in (weights, codes, table, lookup):
+    for array in (weights, codes, table):
         array.flags.writeable = False
     return {
-        "equal": lambda: ((EMPTY, EMPTY, NO_LOOKUP), np.ones(n)),
-        "weights": lambda: ((weights, EMPTY, NO_LOOKUP), weights[:n].astype(float)),
-        "weights of some": lambda: ((weights, EMPTY, lookup), weights[lookup].astype(float)),
-        "codes": lambda: ((codes, table, NO_LOOKUP), table[codes[:n] + 1]),
-        "codes of some": lambda: ((codes, table, lookup), table[codes[lookup] + 1]),
+        "equal": lambda: ((EMPTY, EMPTY), np.ones(n)),
+        "weights": lambda: ((weights, EMPTY), weights.astype(float)),
+        "codes": lambda: ((codes, table), table[codes + 1]),
     }[kind]()
 
 
-KINDS = ["equal", "weights", "weights of some", "codes", "codes of some"]
+KINDS = ["equal", "weights", "codes"]
 N = [1, 63, 64, 65, 1000]
 
 
@@ -121,11 +119,10 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
             expected.append(i)
             wanted[code] -= 1
         remaining[code] -= 1
-    out = np.empty(sum(quotas), dtype=np.int64)
-    array = np.array(codes, dtype=np.int8)
-    chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
-    assert chosen == sum(quotas)
-    assert out.tolist() == expected
+    parts = np.ones(len(codes), dtype=np.int8)
+    both = np.stack([quotas, np.subtract(counts, quotas)], axis=1)
+    deal_by_quota(np.array(codes, dtype=np.int8), both, np.uint64(key), parts)
+    assert np.flatnonzero(parts == 0).tolist() == expected
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))

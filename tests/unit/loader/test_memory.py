@@ -15,7 +15,8 @@ import dasksc
 from dasksc.inference import RowRange
 from dasksc.loader import projection
 from dasksc.loader.position import RankSession
-from dasksc.memory import Limit, MemoryModel
+from dasksc.loader.projection import MemoryProjection
+from dasksc.memory import Limit
 from dasksc.plan.ranks import World
 from tests.support.data import make_adata
 
@@ -39,13 +40,13 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     worker = None if n_workers is None else SimpleNamespace(num_workers=n_workers, id=0)
     shares: list[dict[str, Any]] = []
     given: list[dict[str, Any]] = []
-    original = MemoryModel.reading_mode
+    original = MemoryProjection.mode_within
 
     def share_of(limit: Limit, **options: Any) -> int:
         shares.append(options)
         return 7_000 * MIB
 
-    def reading_mode(self: MemoryModel, **options: Any) -> Any:
+    def mode_within(self: MemoryProjection, **options: Any) -> Any:
         given.append(options)
         return original(self, **options)
 
@@ -53,7 +54,7 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     monkeypatch.setattr(RankSession, "detect", lambda self: world)
     monkeypatch.setattr(projection, "get_worker_info", lambda: worker)
     monkeypatch.setattr(projection.process_memory, "share_of", share_of)
-    monkeypatch.setattr(MemoryModel, "reading_mode", reading_mode)
+    monkeypatch.setattr(MemoryProjection, "mode_within", mode_within)
     assert dataset.memory.reading_mode().fits
     n_processes = n_ranks * (n_workers or 1)
     assert [one["n_processes"] for one in shares] == [n_processes] * len(shares)

@@ -113,7 +113,7 @@ def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
     }[kind]
     keys = np.empty(n)
     key = epoch_keys(3, 1, Purpose.DRAW, 0)[0]
-    draw_kernels.gumbel_keys(row, weights, np.empty(0), np.empty(0, dtype=np.int64), key, keys)
+    draw_kernels.gumbel_keys(row, weights, np.empty(0), key, keys)
     for total_size in (1, 200, np.count_nonzero(weights) // 2, np.count_nonzero(weights)):
         strategy = BlockWeightedSampling(8, weights=weights, total_size=int(total_size), replace=False)
         rows = rows_of(strategy, n, seed=3, epoch=1)
