@@ -111,7 +111,7 @@ class Conversion:
         copy = self._copy(key, matrix) if rows.exists() else None
         if copy is None or (key in self._staged and not copy.is_complete):
             reading = self._pass(key, matrix)
-            self._run(f"reading {key}", reading, reading.n_parts, reading.is_done)
+            self._run(f"reading {key}", reading, len(reading.parts), reading.is_done)
             if not rows.exists():
                 reading.collect(rows)
             copy = self._copy(key, matrix)
@@ -143,7 +143,7 @@ class Conversion:
         return Pass(
             matrix=matrix,
             folder=self._rows(key).with_name(f"parts-{part_rows}"),
-            part_rows=part_rows,
+            parts=list(pieces(0, self._n_obs, part_rows)),
             piece_rows=self._piece_rows(matrix),
             places=self._places if key in self._staged else None,
         )

@@ -73,25 +73,18 @@ class Pass:
 
     matrix: Matrix
     folder: Path
-    part_rows: int
+    parts: list[tuple[int, int]]
     piece_rows: int
     # The position of each row in the output; None if the input is fast to read out of order. A range of output rows is
     # a contiguous range in the sorted copy of every part, and takes one read per part.
     places: Path | None
-
-    @property
-    def n_parts(self) -> int:
-        return -(-self.matrix.shape[0] // self.part_rows)
-
-    def rows(self, k: int) -> tuple[int, int]:
-        return k * self.part_rows, min((k + 1) * self.part_rows, self.matrix.shape[0])
 
     def is_done(self, k: int) -> bool:
         return (self.folder / f"{k}.npy").exists()
 
     def __call__(self, k: int) -> None:
         """Read part `k`, and write its descriptions and its sorted copy."""
-        start, stop = self.rows(k)
+        start, stop = self.parts[k]
         found = np.empty(stop - start, dtype=ROW)
         if self.places is None:
             for first, last in pieces(start, stop, self.piece_rows):
@@ -109,18 +102,17 @@ class Pass:
     def collect(self, path: Path) -> None:
         """Write the descriptions of all rows to one file."""
         with atomic_array(path, ROW, self.matrix.shape[0]) as out:
-            for k in range(self.n_parts):
-                out[slice(*self.rows(k))] = mapped_array(self.folder / f"{k}.npy")
+            for k, part in enumerate(self.parts):
+                out[slice(*part)] = mapped_array(self.folder / f"{k}.npy")
 
     def staged(self) -> tuple[Matrix, Path]:
         """Return the sorted copies as one matrix, and a file with the row of that matrix for each output row."""
         assert self.places is not None
         places, order = mapped_array(self.places), self.folder / "order.npy"
         with atomic_array(order, np.int64, len(places)) as out:
-            for k in range(self.n_parts):
-                start, stop = self.rows(k)
+            for start, stop in self.parts:
                 out[np.sort(places[start:stop])] = np.arange(start, stop)
-        parts = [open_matrix(self.folder / f"{k}.h5", "X") for k in range(self.n_parts)]
+        parts = [open_matrix(self.folder / f"{k}.h5", "X") for k in range(len(self.parts))]
         return ConcatenatedMatrix(label=f"{self.matrix.label}, staged", parts=parts, maps=None), order
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.conversion.scanning import pieces
+from dasksc.conversion.scanning import gather, pieces
 from dasksc.errors import CorruptDataError
 from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle, shard_writer
 from dasksc.output.work_folder import atomic_array, mapped_array, write_group
@@ -98,9 +98,7 @@ class Copy:
                 self._copy_csr(writers[0], writers[1], start, stop)
                 return
             for first, last in pieces(start, stop, self.piece_rows):
-                fetched, positions = self._fetch(first, last)
-                block = np.empty((last - first, self.matrix.shape[1]), dtype=self._arrays[0].dtype)
-                fetched.gather(positions, out=block)
+                block: Any = gather(*self._fetch(first, last), self._arrays[0].dtype)
                 writers[0].append(block)
 
     def _fetch(self, first: int, last: int) -> tuple[RowBuffer, NDArray[np.int64]]:

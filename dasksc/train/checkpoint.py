@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
@@ -85,8 +84,8 @@ class Checkpoints:
 
         self.ranks.on_rank_zero(begin, unwritten)
         tensors = _tensors_of(model, optimizer) | _random_state(self.ranks)
-        with _quiet(), _converted_errors(StorageError, f"{partial} cannot be written", "Is there space left?"):
-            save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
+        with _converted_errors(StorageError, f"{partial} cannot be written", "Is there space left?"):
+            save(tensors, checkpoint_id=partial)
         self.ranks.on_rank_zero(complete, unwritten)
 
     def _prune(self, latest: Path, values: Mapping[str, float]) -> None:
@@ -122,7 +121,7 @@ class Checkpoints:
             for group in optimizer.param_groups
         ]
         random = {name: value for name, value in _random_state(self.ranks).items() if name in saved}
-        read_tensors(tensors | random, path, no_dist=not dist.is_initialized())
+        read_tensors(tensors | random, path)
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
         for group, arguments in zip(optimizer.param_groups, kept, strict=True):
@@ -136,29 +135,23 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warning that torch.distributed is not initialized, since a single process is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-@contextlib.contextmanager
 def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
     """Convert torch's `CheckpointException`, which derives only from `BaseException`, to an error of dasksc."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
-            raise cause from None
-        raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
+    with warnings.catch_warnings():  # a single process without a process group is intended
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
+                raise cause from None
+            raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
 
 
-def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
+def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool = False) -> None:
     """Load tensors and other named values from a checkpoint in place."""
     advice = "It is damaged, or does not fit: resume from another checkpoint, or remove this one"
-    with _quiet(), _converted_errors(InputError, f"{path} cannot be loaded", advice):
+    with _converted_errors(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
 
 

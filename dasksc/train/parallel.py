@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,12 +27,9 @@ from dasksc.train.sections import Fsdp, Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class Ranks(World):
     """Rank, device and strategy (``single``, ``ddp`` or ``fsdp``) of this process, among all ranks of the run."""
 
-    rank: int
-    world_size: int
-    local_world_size: int
     device: torch.device
     strategy: str
 
@@ -105,13 +102,7 @@ def joined_ranks(training: Training) -> Iterator[Ranks]:
         timeout = dt.timedelta(seconds=training.timeout_s)
         dist.init_process_group(backend, store=alone, rank=world.rank, world_size=world.world_size, timeout=timeout)
     try:
-        yield Ranks(
-            rank=world.rank,
-            world_size=world.world_size,
-            local_world_size=world.local_world_size,
-            device=device,
-            strategy=strategy,
-        )
+        yield Ranks(**asdict(world), device=device, strategy=strategy)
     finally:
         if joins:
             leave_group()

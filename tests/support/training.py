@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import sys
+import warnings
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import dasksc
 from dasksc.train import Config, fit
-from dasksc.train.checkpoint import _quiet
 from dasksc.train.data import _split
 from dasksc.train.models import MLPClassifier
 
@@ -147,6 +147,6 @@ def checkpoints(folder: Path) -> list[int]:
 def saved(path: Path, *names: str) -> dict[str, Any]:
     """Return the optimizer arguments stored in a checkpoint."""
     group = dict.fromkeys(names)
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         load({"optimizer": {"param_groups": [group]}}, checkpoint_id=path, no_dist=True)
     return group
