@@ -274,7 +274,6 @@ def copy_rows_csr(
     """Copy CSR rows into `indices` and `data`; row i begins at ``indptr[i]``."""
     for i in range(len(positions)):
         row = positions[i]
-        following = positions[min(i + 1, len(positions) - 1)]
         n = lengths[row]
         if n == 0:
             continue
@@ -300,12 +299,8 @@ def copy_rows_csr(
                 largest = max(largest, column)
         if smallest < 0 or largest >= n_vars:
             return row
-        next_columns_at, next_values_at = indices_at[following], data_at[following]
-        for first in range(0, n, STRIDE):
-            prefetch(next_columns_at, first, like_indices)
-            prefetch(next_values_at, first, like_data)
-            for k in range(first, min(first + STRIDE, n)):
-                row_data[k] = load(values_at, k, like_data)
+        for k in range(n):
+            row_data[k] = load(values_at, k, like_data)
     return -1
 
 
