@@ -99,7 +99,7 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     pattern = path[len(folder) :]
     if not glob.has_magic(pattern):
         return None
-    found = [(one, _atlases_in(one)) for one in matching(folder, pattern)]
+    found = [(one, _atlases_in(one)) for one in matching(glob.escape(folder) + pattern)]
     return _joined(path, found) or _refuse_no_match(path)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from dasksc import config
@@ -24,7 +22,6 @@ ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 _STARS = "**"
 
 Client: TypeAlias = ObstoreClient | FsspecClient
-P = TypeVar("P", bound="Path | RemoteLocation")
 
 # Clients, one per process and store, shared by all arrays, tasks and threads.
 _clients: dict[tuple[Any, ...], Client] = {}
@@ -81,7 +78,7 @@ class RemoteLocation:
     root: str = field(repr=False)  # URL of the store
     key: str  # Key of the file, or the common prefix of the keys of a Zarr store
     # Options for obstore or fsspec, such as credentials, region and endpoint.
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
@@ -151,13 +148,38 @@ class RemoteLocation:
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
-        """Return the locations that match a pattern, which is the key of this location, sorted by name."""
-        # Stores do not distinguish files from folders, so ``**`` also takes a listing for each file that is not an
-        # atlas.
-        names = self.key.split("/")
+        """Return the locations that match a pattern, sorted by name."""
+        # The pattern is the key of this location. Patterns are those of the function `matching` of this module. The
+        # call takes one listing per folder. Stores do not distinguish files from folders, so ``**`` also takes a
+        # listing for each file that is not an atlas.
+        names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
-        top = RemoteLocation(root=self.root, key="/".join(names[:n_plain]), options=self.options)
-        return _below(top, names[n_plain:], RemoteLocation.children)
+        found = [RemoteLocation(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
+        listed: dict[str, list[RemoteLocation]] = {}
+
+        def children(location: RemoteLocation) -> list[RemoteLocation]:
+            if location.key not in listed:
+                listed[location.key] = location.children()
+            return listed[location.key]
+
+        def folders(location: RemoteLocation) -> Iterator[RemoteLocation]:
+            inside = [] if location.name.endswith((".zarr", *HDF5_ENDINGS)) else children(location)
+            if not inside or any(one.name in ZARR_MARKERS for one in inside):
+                return
+            yield location
+            for one in inside:
+                if not one.name.startswith("."):
+                    yield from folders(one)
+
+        for pattern in names[n_plain:]:
+            if pattern == _STARS:
+                found = [folder for location in found for folder in folders(location)]
+            else:
+                inside = [one for location in found for one in children(location)]
+                # A folder may have the name run[3].
+                same = [one for one in inside if one.name == pattern]
+                found = same or [one for one in inside if _fits(one.name, pattern)]
+        return sorted({location.key: location for location in found}.values(), key=lambda location: location.key)
 
     @property
     def name(self) -> str:
@@ -190,45 +212,44 @@ def is_recursive(pattern: str) -> bool:
     return _STARS in pattern.split("/")
 
 
-def matching(folder: str, pattern: str) -> list[str]:
-    """Return the paths in a local folder that match a pattern of `glob.glob`, sorted by name."""
-    if is_recursive(pattern):
-        return list(map(str, _below(Path(folder), pattern.strip("/").split("/"), _entries)))
-    return sorted(glob.glob(glob.escape(folder) + pattern))
-
-
-def _below(top: P, names: Sequence[str], children: Callable[[P], list[P]]) -> list[P]:
-    """Return the places below `top` that match the parts of a pattern, sorted; `children` of a file are none."""
+def matching(pattern: str) -> list[str]:
+    """Return the local paths that match a pattern of `glob.glob`, sorted by name."""
     # ``**`` matches folders at any depth; at the end of a pattern, it matches their contents. It skips hidden folders,
     # symbolic links and the contents of Zarr stores.
-    children = cache(children)
-
-    def folders(place: P) -> Iterator[P]:
-        inside = [] if place.name.endswith((".zarr", *HDF5_ENDINGS)) else children(place)
-        if not inside or any(one.name in ZARR_MARKERS for one in inside):
-            return
-        yield place
-        for one in inside:
-            if not one.name.startswith(".") and not (isinstance(one, Path) and one.is_symlink()):
-                yield from folders(one)
-
-    found = [top]
-    for name in [*names, "*"] if names[-1] == _STARS else names:
-        if name == _STARS:
-            found = [folder for place in found for folder in folders(place)]
-        else:
-            inside = [one for place in found for one in children(place)]
-            # A folder may have the name run[3].
-            same = [one for one in inside if one.name == name]
-            found = same or [one for one in inside if _fits(one.name, name)]
-    return sorted(set(found), key=str)
+    names = _parts(pattern)
+    if _STARS not in names:
+        return sorted(glob.glob(pattern))
+    at = names.index(_STARS)
+    before, rest = "/".join(names[:at]) or ("/" if pattern.startswith("/") else ""), "/".join(names[at + 1 :])
+    found = set()
+    for top in [before] if not glob.has_magic(before) else glob.glob(before):
+        for folder in _folders(top):
+            found.update(matching(os.path.join(glob.escape(folder), rest)))
+    return sorted(found)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _parts(pattern: str) -> list[str]:
+    """Split a pattern at slashes, merge repeated ``**``, and add ``*`` after a final ``**``."""
+    names = pattern.split("/")
+    names = [name for number, name in enumerate(names) if name != _STARS or names[number - 1 : number] != [_STARS]]
+    return [*names, "*"] if names[-1] == _STARS else names
+
+
+def _folders(folder: str) -> Iterator[str]:
+    """Yield a local folder and all folders below it that ``**`` matches."""
+    if not os.path.isdir(folder or "."):
+        return
     try:
-        return list(folder.iterdir()) if folder.is_dir() else []
+        with os.scandir(folder or ".") as entries:
+            inside = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise StorageError(f"{folder} cannot be listed: {error}. Give a pattern that excludes it.") from error
+    if folder.rstrip("/").endswith(".zarr") or any(entry.name in ZARR_MARKERS for entry in inside):
+        return
+    yield folder
+    for entry in inside:
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            yield from _folders(os.path.join(folder, entry.name))
 
 
 def _fits(name: str, pattern: str) -> bool:
