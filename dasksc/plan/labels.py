@@ -124,6 +124,8 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         labels = array_of("labels", labels)
     if labels.ndim != 1:
         raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
+    if labels.dtype.names:  # pandas has no column of records
+        labels = labels.astype(object)
     limit = max(len(labels), _FEW_CODES)
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
         low, high = int(labels.min()), int(labels.max())
