@@ -133,8 +133,8 @@ def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(a
         n_files.append(len(os.listdir("/proc/self/fd")))
         held.append(own_bytes())
     assert len(epochs) == 30
-    # Workers that are still ending may hold pipes for a while, whereas a leak persists.
-    assert min(n_files[20:]) <= min(n_files[5:15])
+    # Two workers that are still ending may hold two pipes each for a while, whereas a leak grows for 15 epochs.
+    assert min(n_files[20:]) <= min(n_files[5:15]) + 4
     # A leak in every epoch would accumulate over fifteen epochs. 3 MiB are 200 KiB per epoch, about as much as the
     # pipes and queues of one worker.
     assert min(held[20:]) - min(held[5:15]) < 3 * 2**20
