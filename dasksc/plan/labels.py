@@ -131,7 +131,8 @@ def encode_labels(labels: Any) -> tuple[NDArray[Any], list[Any]]:
         low, high = int(labels.min()), int(labels.max())
         if low >= -1 and high < limit:
             return labels, list(range(high + 1))
-    coded = CodedColumn.in_order(pd.Series(labels), "occurrence")
+    # Without the type, pandas would look for dates among objects, which takes as much memory as encoding them.
+    coded = CodedColumn.in_order(pd.Series(labels, dtype=object if labels.dtype == object else None), "occurrence")
     codes, names = coded.codes, list(coded.labels)
     if isinstance(labels.dtype, pd.CategoricalDtype) or not _are_whole(names, len(labels)):
         return codes, names
