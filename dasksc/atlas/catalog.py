@@ -85,7 +85,6 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         for name, table in {"obs": obs, "var": adata.var}.items():
             written, types[name] = as_text(table)
             write_elem(root, name, written)
-        root.attrs["dasksc-texts"] = types
         write_elem(root, "obsm", {name: table.set_axis(obs.index) for name, table in tables.items()})
         if adata.raw is not None:
             write_elem(root, "raw", {"var": adata.raw.var})
@@ -93,8 +92,8 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
             if leaf_matrix(array) is None:
                 raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
             write_matrix(root, key, matrix_behind(array), files)
-        write_elem(root, "files", _table_of(files, target.parent, options.get("storage_options")))
-        root.attrs["dasksc-catalog"] = list(matrices)
+        listed = _list_of(files, target.parent, options.get("storage_options"))
+        root.attrs.update({"dasksc-texts": types, "dasksc-catalog": list(matrices), "files": listed})
         with zipfile.ZipFile(partial, "w") as archive:
             for name, buffer in members.items():
                 archive.writestr(name, buffer.to_bytes())
@@ -104,7 +103,10 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     return len(files)
 
 
-def _table_of(files: dict[str, Identity | None], folder: Path, storage_options: Any) -> pd.DataFrame:
+def _list_of(
+    files: dict[str, Identity | None], folder: Path, storage_options: Any
+) -> list[tuple[str, str, int, str, str]]:
+    """Return path, object that tells its version, size, ETag and time of change of each file."""
     unknown = {
         path: RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)
     }
@@ -120,8 +122,7 @@ def _table_of(files: dict[str, Identity | None], folder: Path, storage_options: 
         if one is None:
             member, one = _metadata_of(unknown[path])
         rows.append((path, member, one.size, one.etag or "", one.modified))
-    table = pd.DataFrame(rows, columns=["path", "member", "size", "etag", "modified"])
-    return table.set_axis(table.index.astype(str))
+    return rows
 
 
 def _metadata_of(store: RemoteLocation) -> tuple[str, ObjectIdentity]:

@@ -68,7 +68,7 @@ class CatalogReader(Reader):
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
         assert isinstance(path, str)
         root = zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")
-        if "dasksc-texts" not in root.attrs:
+        if "files" not in root.attrs:
             raise CorruptDataError(f"{path} is no catalogue of this version of dasksc. {_AGAIN} {path}")
         return _CatalogStore(path, ZarrFile(path), root, options)
 
@@ -94,11 +94,11 @@ class _CatalogStore(AnnDataStore):
     @cached_property
     def _files(self) -> list[_File]:
         """Files of the atlas, which have not changed since they were indexed."""
-        table, options = read_elem(self._root["files"]), self._options
+        options = self._options
         folder = os.path.dirname(str(self._path))
         found: list[_File] = []
         recorded: list[tuple[RemoteLocation | None, Identity]] = []
-        for path, member, size, etag, modified in zip(*(table[name].tolist() for name in table), strict=True):
+        for path, member, size, etag, modified in self._root.attrs["files"]:
             if not is_url(path):
                 path = os.path.normpath(os.path.join(folder, path))
                 use_mmap = options.mmap if can_map(os.path.dirname(path)) else False
@@ -237,10 +237,7 @@ def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Id
             firsts, offsets = array.extents
             extents.append(np.stack([np.full_like(firsts, number), np.full_like(firsts, which), firsts, offsets]))
     group = root.require_group(f"matrices/{key.replace('/', '|')}")
-    table = pd.DataFrame(rows)
-    for name in ("key", "layout", "computed", "stored", "index_dtypes"):
-        table[name] = table[name].astype("category")
-    write_elem(group, "parts", table.set_axis(table.index.astype(str)))
+    group.attrs["parts"] = pd.DataFrame(rows).to_dict("list")
     write_elem(group, "extents", np.concatenate(extents, axis=1) if extents else np.empty((4, 0), dtype=np.int64))
     maps = matrix.maps if isinstance(matrix, ConcatenatedMatrix) else None
     if maps is not None:
@@ -257,7 +254,7 @@ def _plain_arrays(matrix: Matrix) -> tuple[PlainArray, ...]:
 
 
 def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOptions) -> Matrix:
-    table = read_elem(group["parts"])
+    table = pd.DataFrame(group.attrs["parts"])
     extents = read_elem(group["extents"])
     begins = np.searchsorted(extents[0], np.arange(len(table) + 1))
 
@@ -303,6 +300,5 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
         positions = [one[one != -2] for one in read_elem(group["lookups"])]
         n_vars, fill_value = group.attrs["n_vars"], group.attrs["fill_value"]
         maps = ColumnMaps([positions[i] for i in read_elem(group["which"])], n_vars, fill_value=fill_value)
-    rows: Any = table.set_axis(pd.RangeIndex(len(table))).itertuples()
-    parts = list(map(matrix_of, rows))
+    parts = list(map(matrix_of, table.itertuples()))
     return ConcatenatedMatrix(label=f"{key} of {len(parts)} atlases", parts=parts, maps=maps)
