@@ -1,8 +1,8 @@
 """Pytest plugin for the core tier, whose tests are quick and stay in this process.
 
-A core test fails if it starts a process, binds a socket, or uses more than `LIMIT_S` of CPU time. Tests that compile
-kernels are timed only once the cache has them. CPU time hardly depends on what else the machine does. Property tests
-with more examples (`make test-faults`) are not core tests. The modules in `SMOKES` use real parts and are exempt.
+A core test fails if it starts a process, binds a socket, or uses more than `LIMIT_S` of CPU time, longer on a machine
+that is slow or busy. Tests that compile kernels are timed only once the cache has them. Property tests with more
+examples (`make test-faults`) are not core tests. The modules in `SMOKES` use real parts and are exempt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import dasksc.inference
 import dasksc.loader  # noqa: F401, the first test would import them
 
 LIMIT_S = 2.0
+_REFERENCE_S = 0.063  # of `_slowness`, on the machine for which the limit was set
 SMOKES = (
     "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, two ranks, Dask workers
     "tests/integration/ranks/test_ddp.py",  # torchrun
@@ -40,6 +41,13 @@ def _watch(name: str, args: tuple[Any, ...]) -> None:
 sys.addaudithook(_watch)
 
 
+def _slowness() -> float:
+    """Return how many times as much CPU time Python takes now as on that machine, at least 1."""
+    start = time.process_time()
+    sum(i * i for i in range(1_000_000))
+    return max(1.0, (time.process_time() - start) / _REFERENCE_S)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     global _watched
@@ -55,5 +63,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         _watched = None
     used_s = time.process_time() - start
     assert not events, f"a core test stays in its process, or its module is in SMOKES: {events}"
-    assert compiling.done or used_s <= LIMIT_S, f"a core test uses at most {LIMIT_S} s of CPU time, not {used_s:.1f} s"
+    if used_s > LIMIT_S and not compiling.done:
+        limit_s = LIMIT_S * _slowness()
+        assert used_s <= limit_s, f"a core test uses at most {limit_s:.1f} s of CPU time here, not {used_s:.1f} s"
     return result
