@@ -42,6 +42,18 @@ def unified_dtypes(tables: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
     return list(unify_dtypes(tables))
 
 
+def write_as_dask_array(kind: Any) -> None:
+    """Let AnnData write a subclass of Dask's array, which it does not recognize, as such an array."""
+    import dask.array as da
+    from anndata._io.specs.registry import _REGISTRY
+
+    for (group, written, modifiers), function in list(_REGISTRY.write.items()):
+        first, *others = written if isinstance(written, tuple) else (written,)
+        if first is da.Array:
+            _REGISTRY.write[group, (kind, *others) if others else kind, modifiers] = function
+    _REGISTRY.write_specs[kind] = _REGISTRY.write_specs[da.Array]
+
+
 # fsspec: methods that all file systems share
 
 

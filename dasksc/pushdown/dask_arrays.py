@@ -2,16 +2,15 @@
 
 Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support. Neither library
 lets others register an implementation. On dense chunks, Dask accumulates sums of float32 in float32, and its variances
-need several times the memory of a chunk. The methods are therefore set on the arrays that `to_dask` and
-`dasksc.normalize` return. Slices of these arrays are plain Dask arrays, without these methods.
+need several times the memory of a chunk. The arrays that `to_dask` and `dasksc.normalize` return therefore have methods
+of their own. Slices of these arrays, and what is computed from them, are plain Dask arrays.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -23,6 +22,7 @@ from dask.base import normalize_token, tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
+from dasksc._compat import write_as_dask_array
 from dasksc.storage import Columns, Matrix, RowBuffer
 from dasksc.storage.arrays import memory_dtype
 
@@ -38,7 +38,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     row_chunks = tuple(min(chunk_rows, n_obs - start) for start in range(0, n_obs, chunk_rows)) or (0,)
     rows = MatrixRows(matrix=matrix)
     token = tokenize(rows if token is None else token, row_chunks)
-    array: da.Array = da.from_array(
+    array = da.from_array(
         rows,
         chunks=(row_chunks, (n_vars,)),
         name=f"dasksc-{_short(matrix.label)}-{token}",
@@ -48,7 +48,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         asarray=False,
         meta=(sp.csr_matrix if matrix.layout == "csr" else np.empty)((0, 0), dtype=matrix.dtype),
     )
-    return add_reductions(array)
+    return CellsArray.of(array)
 
 
 class MatrixRows:
@@ -154,50 +154,47 @@ MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
 _PIECE_VALUES = 2**18
 
 
-def add_reductions(array: da.Array) -> da.Array:
-    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones for dense and sparse chunks."""
-    # Methods that refer to `array` itself would form a cycle, which keeps files open until the garbage collector runs.
-    plain = copy.copy(array)
-    functions: dict[str, Callable[..., Any]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
-    for name, function in functions.items():
-        setattr(array, name, wraps(getattr(da.Array, name))(partial(function, plain)))
-    return array
+class CellsArray(da.Array):
+    """Dask array with reductions for dense and sparse chunks."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, array: da.Array) -> CellsArray:
+        return cls(array.dask, array.name, array.chunks, meta=array._meta)
+
+    def sum(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None) -> da.Array:
+        result = np.dtype(np.empty(0, self.dtype).sum().dtype if dtype is None else dtype)
+        wide = np.result_type(result, np.float64) if result.kind == "f" else result
+        total = _reduce(self, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
+        return _shaped(total.astype(result), axis, keepdims=keepdims)
+
+    def mean(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None) -> da.Array:
+        result = np.dtype(np.ones(1, self.dtype).mean().dtype if dtype is None else dtype)
+        wide = np.result_type(result, np.float64)
+        total = _reduce(self, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
+        n = math.prod(self.shape[number] for number in ((0, 1) if axis is None else np.atleast_1d(axis)))
+        # Of no values, the mean is NaN.
+        return _shaped((total / n if n else total * np.nan).astype(result), axis, keepdims=keepdims)
+
+    def var(
+        self,
+        axis: Axis = None,
+        dtype: Any = None,
+        keepdims: bool = False,
+        ddof: int = 0,
+        split_every: Any = None,
+    ) -> da.Array:
+        result = np.dtype(np.ones(1, self.dtype).mean().dtype if dtype is None else dtype)
+        moments = _reduce(self, chunk_moments, combine_moments, axis, split_every, MOMENTS)
+        finished = moments.map_blocks(partial(variance_of, ddof=ddof), dtype=np.float64, meta=np.empty((0, 0)))
+        return _shaped(finished.astype(result), axis, keepdims=keepdims)
+
+    def std(self, *args: Any, **kwargs: Any) -> da.Array:
+        return da.sqrt(self.var(*args, **kwargs))
 
 
-def _sum(array: da.Array, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None) -> Any:
-    result = np.dtype(np.empty(0, array.dtype).sum().dtype if dtype is None else dtype)
-    wide = np.result_type(result, np.float64) if result.kind == "f" else result
-    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
-    return _shaped(total.astype(result), axis, keepdims=keepdims)
-
-
-def _mean(
-    array: da.Array, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None
-) -> Any:
-    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
-    wide = np.result_type(result, np.float64)
-    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
-    n = math.prod(array.shape[number] for number in ((0, 1) if axis is None else np.atleast_1d(axis)))
-    # Of no values, the mean is NaN.
-    return _shaped((total / n if n else total * np.nan).astype(result), axis, keepdims=keepdims)
-
-
-def _var(
-    array: da.Array,
-    axis: Axis = None,
-    dtype: Any = None,
-    keepdims: bool = False,
-    ddof: int = 0,
-    split_every: Any = None,
-) -> Any:
-    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
-    moments = _reduce(array, chunk_moments, combine_moments, axis, split_every, MOMENTS)
-    finished = moments.map_blocks(partial(variance_of, ddof=ddof), dtype=np.float64, meta=np.empty((0, 0)))
-    return _shaped(finished.astype(result), axis, keepdims=keepdims)
-
-
-def _std(array: da.Array, *args: Any, **kwargs: Any) -> Any:
-    return da.sqrt(_var(array, *args, **kwargs))
+write_as_dask_array(CellsArray)
 
 
 def _reduce(array: da.Array, chunk: Reduction, aggregate: Reduction, axis: Axis, split_every: Any, dtype: Any) -> Any:

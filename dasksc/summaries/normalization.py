@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import scipy.sparse as sp
 from anndata import AnnData
@@ -16,7 +15,7 @@ from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.kernels import statistics as kernels
 from dasksc.pushdown import row_local
-from dasksc.pushdown.dask_arrays import add_reductions
+from dasksc.pushdown.dask_arrays import CellsArray
 from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Pass
 
@@ -81,8 +80,7 @@ def normalize(
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
     scaled = row_local(partial(_scaled, target=float(target), log1p=log1p, dtype=dtype))
     meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(array._meta) else np.empty((0, 0), dtype=dtype)
-    normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
-    add_reductions(normalized)
+    normalized = CellsArray.of(array.map_blocks(scaled, dtype=dtype, meta=meta))
     if layer is None:
         atlas.X = normalized
     else:
