@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 from dataclasses import replace
@@ -15,15 +16,17 @@ from anndata.io import write_elem
 from dasksc.atlas.elements import matrix_behind
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import layers_of
-from dasksc.displays import with_options_of
+from dasksc.displays import first_of, with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
-from dasksc.readers.catalog import Identity, as_text, write_matrix
+from dasksc.readers.catalog import Identity, as_text, identity_of, write_matrix
 from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.files import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import identities
 from dasksc.storage.remote.urls import ZARR_MARKERS
+
+logger = logging.getLogger("dasksc.catalog")
 
 
 @with_options_of(open_atlas)
@@ -67,7 +70,11 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     target = Path(out).absolute()
     if target.suffix != ".catalog":
         raise InputError(f"out={os.fspath(out)!r} must end with .catalog, by which dasksc.open recognizes catalogues")
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"out={os.fspath(out)!r} is a folder, or lies in none; give a file in a folder that exists")
     adata = open_atlas(data, **options)
+    if left_out := [f"{group}/{key}" for group in ("uns", "obsp", "varm", "varp") for key in getattr(adata, group)]:
+        logger.warning("the catalogue leaves out %s, which only the files have", first_of(left_out))
     matrices = {"X": adata.X} if adata.X is not None else {}
     matrices |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
     tables = {name: array for name, array in adata.obsm.items() if isinstance(array, pd.DataFrame)}
@@ -80,19 +87,20 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         # An archive cannot replace members, as AnnData does while it writes.
         members: dict[str, Any] = {}
         root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
-        obs = adata.obs.set_axis(adata.obs.index.astype(str))
+        index = adata.obs.index.astype(str)
+        tables = {f"obsm/{name}": table.set_axis(index) for name, table in tables.items()}
+        tables |= {"obs": adata.obs.set_axis(index), "var": adata.var}
+        tables |= {} if adata.raw is None else {"raw/var": adata.raw.var}
         types: dict[str, dict[str, str]] = {}
-        for name, table in {"obs": obs, "var": adata.var}.items():
+        write_elem(root, "obsm", {})
+        for name, table in tables.items():
             written, types[name] = as_text(table)
             write_elem(root, name, written)
-        write_elem(root, "obsm", {name: table.set_axis(obs.index) for name, table in tables.items()})
-        if adata.raw is not None:
-            write_elem(root, "raw", {"var": adata.raw.var})
         for key, array in matrices.items():
             if leaf_matrix(array) is None:
                 raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
             write_matrix(root, key, matrix_behind(array), files)
-        listed = _list_of(files, target.parent, options.get("storage_options"))
+        listed = _list_of(files, target.parent.resolve(), options.get("storage_options"))
         root.attrs.update({"dasksc-texts": types, "dasksc-catalog": list(matrices), "files": listed})
         with zipfile.ZipFile(partial, "w") as archive:
             for name, buffer in members.items():
@@ -115,8 +123,9 @@ def _list_of(
     for path, known in files.items():
         one, member = known or found.get(path), ""
         if not is_url(path):
-            one = one if isinstance(one, FileIdentity) else FileIdentity.of(path)
-            rows.append((os.path.relpath(path, folder), member, one.size, "", str(one.mtime_ns)))
+            one = one if isinstance(one, FileIdentity) else identity_of(path)
+            real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            rows.append((os.path.relpath(real, folder), member, one.size, "", str(one.mtime_ns)))
             continue
         assert not isinstance(one, FileIdentity)
         if one is None:

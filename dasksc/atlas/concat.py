@@ -286,7 +286,7 @@ def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
             heads = [pd.DataFrame({"": pd.Categorical([], dtype=dtype)}) for dtype in dtypes.values()]
             unified = unified_dtypes(heads) if len(heads) > 1 else heads
             dtype = unified[0][""].dtype
-            if len({one[""].dtype for one in unified}) > 1:
+            if not isinstance(dtype, pd.CategoricalDtype) or len({one[""].dtype for one in unified}) > 1:
                 return None
             narrow = pd.Categorical.from_codes([], dtype=dtype).codes.dtype
             new = {key: dtype.categories.get_indexer(one.categories) for key, one in dtypes.items()}

@@ -37,8 +37,8 @@ def combined(columns: Sequence[CodedColumn], n: int) -> tuple[_Int32s, _Int64s, 
     present = np.flatnonzero(counts)
     numbers = np.zeros(n_codes, dtype=np.int32)
     numbers[present] = np.arange(len(present))
-    table = np.array([column.codes[firsts[present]] for column in columns], dtype=np.int64).reshape(-1, len(present)).T
-    return taken(numbers, codes, out=codes), table, counts[present]
+    table = np.array([column.codes[firsts[present]] for column in columns], dtype=np.int64)
+    return taken(numbers, codes, out=codes), table.reshape(len(columns), len(present)).T, counts[present]
 
 
 def deal(classes: _Int32s, counts: _Int64s, shares: NDArray[np.float64], keys: NDArray[np.uint64]) -> NDArray[np.int8]:

@@ -241,7 +241,7 @@ def leaks(
             examples: Any = np.flatnonzero(np.isin(codes, shared[:3]))
             if what:
                 values = obs.iloc[examples][list(what)].drop_duplicates().astype(str)
-                examples = values.agg(", ".join, axis=1) if len(values) else values
+                examples = values.agg(", ".join, axis=1) if len(values) else ()
             n_own, n_other = int(np.isin(own, shared).sum()), int(np.isin(other, shared).sum())
             found.append((first, second, ", ".join(what) or "cells", len(shared), n_own, n_other, list(examples)))
     columns = ["first", "second", "what", "shared", "first cells", "second cells", "examples"]

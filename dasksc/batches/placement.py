@@ -17,6 +17,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.batches.batch import Memory, by_parts, csr_tensor, map_tensors, on_device, torch_dtype
+from dasksc.errors import InputError
 from dasksc.storage import buffers
 
 # The parts of a block begin at multiples of this number of bytes.
@@ -133,6 +134,8 @@ class Placement:
         block_bytes: int,
         last: Callable[[Any], Any] | None = None,
     ) -> None:
+        if is_pinned and not torch.accelerator.is_available():
+            raise InputError("pin_memory=True and device='cuda' need a GPU, but PyTorch finds none")
         if device == torch.device("cuda"):
             # The current device is that of the thread of the loop; other threads have their own.
             device = torch.device("cuda", torch.cuda.current_device())

@@ -209,7 +209,10 @@ class Epoch:
                 while batches:
                     yield placement.ready(*batches.pop())
                 if error is not None:
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        del error  # whose traceback refers to this frame, and to the batch
 
     def _of_indexed(self, source: IndexedSource) -> Iterator[Any]:
         """Yield batches of a collection that is indexed, or read through hooks, which are called one at a time."""

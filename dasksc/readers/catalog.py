@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, cast
 
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.readers.anndata import AnnDataStore
-from dasksc.readers.arrays import RowsMatrix
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
@@ -39,7 +38,7 @@ from dasksc.storage import (
 )
 from dasksc.storage.files import FileIdentity, LocalFile, can_map
 from dasksc.storage.hdf5.reader import H5File
-from dasksc.storage.matrices import CSRMatrix, DenseMatrix
+from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix
 from dasksc.storage.opening import matrix_in
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import RemoteFile, identities
@@ -78,24 +77,30 @@ class _CatalogStore(AnnDataStore):
         return [*super().keys(), *self._root.attrs["dasksc-catalog"]]
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        table = super().table(name, columns)
+        return self._with_values(name, super().table(name, columns))
+
+    def _with_values(self, name: str, table: pd.DataFrame) -> pd.DataFrame:
+        """Replace the text that `as_text` made by the values."""
         for column, dtype in self._root.attrs["dasksc-texts"].get(name, {}).items():
             if column in table:
                 labels = [json.loads(text) for text in table[column].cat.categories]
-                values = np.array([*labels, np.nan], dtype=object)[table[column].cat.codes]
-                table[column] = pd.Series(values, index=table.index).astype(dtype)
+                if dtype == "category":
+                    table[column] = table[column].cat.rename_categories(labels)
+                else:
+                    values = np.array([*labels, np.nan], dtype=object)[table[column].cat.codes]
+                    table[column] = pd.Series(values, table.index).astype(dtype)
         return table
 
     def matrix(self, key: str) -> Any:
         if key not in self._root.attrs["dasksc-catalog"]:  # a table of obsm
-            return super().matrix(key)
+            return self._with_values(key, super().matrix(key))
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
 
     @cached_property
     def _files(self) -> list[_File]:
         """Files of the atlas, which have not changed since they were indexed."""
         options = self._options
-        folder = os.path.dirname(str(self._path))
+        folder = os.path.dirname(os.path.realpath(str(self._path)))
         found: list[_File] = []
         recorded: list[tuple[RemoteLocation | None, Identity]] = []
         for path, member, size, etag, modified in self._root.attrs["files"]:
@@ -114,7 +119,7 @@ class _CatalogStore(AnnDataStore):
         gone, changed = [], []
         for location, then in recorded:
             try:
-                now: Any = FileIdentity.of(then.path) if location is None else next(objects)
+                now: Any = identity_of(then.path) if location is None else next(objects)
                 if now is None:
                     gone.append(then.path)
                 else:
@@ -177,7 +182,8 @@ class _UnopenedMatrix:
             return matrix_in(H5File(file), self._key)
         if isinstance(file, RemoteLocation):
             return open_matrix(file, self._key, cache=options.cache_of(file))
-        file.require_unchanged()
+        if not os.path.isdir(file.path):
+            file.require_unchanged()
         return open_matrix(file.path, self._key, use_mmap=options.mmap)
 
 
@@ -187,18 +193,29 @@ _opened = lru_cache(maxsize=128)(_UnopenedMatrix.open)
 def as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return a table with text, in JSON, for columns that AnnData cannot write as they are, and their data types."""
     # Files with other types of a column make it one of Python objects, or of floats that may be missing.
-    types = {
-        str(name): str(column.dtype)
-        for name, column in table.items()
-        if (column.dtype == object and pd.api.types.infer_dtype(column, skipna=False) not in ("string", "empty"))
-        or isinstance(column.array, pd.arrays.FloatingArray)
-    }
-    texts = {name: [None if pd.isna(one) else _json(one) for one in table[name]] for name in types}
-    return table.assign(**{name: pd.Categorical(text) for name, text in texts.items()}), types
+    types: dict[str, str] = {}
+    texts: dict[str, Any] = {}
+    for name, column in table.items():
+        is_category = isinstance(column.dtype, pd.CategoricalDtype)
+        labels = column.cat.categories if is_category else column
+        is_other = labels.dtype == object and pd.api.types.infer_dtype(labels, skipna=False) not in ("string", "empty")
+        if is_other or labels.dtype.kind in "mM" or isinstance(labels.array, pd.arrays.FloatingArray):
+            types[str(name)] = str(column.dtype)
+            text = [None if pd.isna(one) else _json(one) for one in labels]
+            texts[str(name)] = column.cat.rename_categories(text) if is_category else pd.Categorical(text)
+    return table.assign(**texts), types
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value.item() if isinstance(value, np.generic) else value)
+    return json.dumps(value.item() if isinstance(value, np.generic) else value, default=str)
+
+
+def identity_of(path: str) -> FileIdentity:
+    """Return the version of a local file; of a Zarr store in a folder, the newest change of its tables counts."""
+    found = FileIdentity.of(path)
+    walks = (os.walk(os.path.join(path, name)) for name in ("obs", "var", "obsm"))
+    files = (os.path.join(folder, name) for walk in walks for folder, _, names in walk for name in names)
+    return replace(found, mtime_ns=max((os.stat(one).st_mtime_ns for one in files), default=found.mtime_ns))
 
 
 def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Identity | None]) -> None:
@@ -209,14 +226,17 @@ def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Id
     extents: list[NDArray[np.int64]] = []
     for number, part in enumerate(parts):
         path, colon, inside = part.label.rpartition(":/")
+        arrays = _plain_arrays(part)
+        # Other matrices are opened again by their key, which needs the attributes that AnnData writes, unlike 10x.
+        is_own = isinstance(part, CSRMatrix | CSCMatrix | DenseMatrix | _UnopenedMatrix)
+        is_found = is_own and bool(arrays or "/" in inside or inside in ("X", "raw.X"))
         if isinstance(part, AbsentMatrix):
             path = ""
-        elif isinstance(part, RowsMatrix) or not colon or not (is_url(path) or os.path.exists(path)):
+        elif not (is_found and colon and (is_url(path) or os.path.exists(path))):
             raise InputError(
                 f"{part.label} is not a matrix of an HDF5 file or Zarr store, so a catalogue cannot refer to it. "
                 "Convert it first (dasksc convert)"
             )
-        arrays = _plain_arrays(part)
         if path:
             files[path] = files.get(path) or (arrays[0].file.identity if arrays else None)
         rows.append(

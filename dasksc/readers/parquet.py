@@ -153,7 +153,7 @@ class ParquetMatrix(RowsMatrix):
         types = [parquet.schema_arrow.field(name).type for name in self._names]
         dtypes = [np.dtype(getattr(one, "value_type", one).to_pandas_dtype()) for one in types]
         if (
-            not all(hasattr(one, "value_type") for one in types)
+            not all(type(one).__name__ in ("ListType", "LargeListType") for one in types)
             or dtypes[0].kind not in "iu"
             or dtypes[1].kind not in "iuf"
         ):

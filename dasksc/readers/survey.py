@@ -158,7 +158,7 @@ class SurveyStore(Store):
         return read_elem(h5py.Dataset(values))
 
     def _categories(self, values: h5d.DatasetID, *, is_ordered: bool) -> pd.CategoricalDtype:
-        if values.dtype.kind != "O":
+        if values.dtype.kind in "biuf":
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
         packed, sizes = self._packed(values)
         digest = _digest(packed, sizes)

@@ -61,7 +61,9 @@ def parts_of_table(stored: Any, columns: Sequence[str] | None, *, has_names: boo
 
 def column_order(stored: Any) -> list[str]:
     """Return the columns of a stored table, in order; the first field of a record array is the name."""
-    return list(stored.dtype.names)[1:] if is_record_array(stored) else list(map(str, stored.attrs["column-order"]))
+    if is_record_array(stored):
+        return list(stored.dtype.names)[1:]
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in stored.attrs["column-order"]]
 
 
 def is_record_array(stored: Any) -> bool:

@@ -143,7 +143,8 @@ class RowPointers:
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the data type of elements in memory: native `dtype`, but float32 for float16, which numba lacks."""
-    return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
+    dtype = dtype.newbyteorder("=")
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
 def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:

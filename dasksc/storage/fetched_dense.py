@@ -65,11 +65,13 @@ class DenseRowBuffer(RowBuffer):
         if sources is None:
             kernels.copy_rows(positions, self.values.at, target, self.values.like)
         else:
-            self._fill_value(out.dtype, sources)
-            missing = self._fill_value(target.dtype, sources)
+            fill = self._fill_value(out.dtype, sources)
+            missing = fill if target is out else np.zeros(1, dtype=target.dtype)
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
             self._cast(target, out, positions)
+            if sources is not None and fill[0] != 0:  # the type of `target` may not hold the fill value
+                out[(sources == NOWHERE)[self._maps[positions]]] = fill[0]
         if columns is not None and columns.sums is not None:
             self._add_up(positions, out, columns.sums)
 
@@ -95,9 +97,10 @@ class DenseRowBuffer(RowBuffer):
         fill = None if self.column_maps is None else self.column_maps.fill_value
         value = np.nan if fill is None else fill
         missing = np.zeros(1, dtype=dtype)
-        with contextlib.suppress(ValueError, OverflowError):
+        with contextlib.suppress(ValueError, OverflowError), np.errstate(over="ignore"):
             missing[0] = value
-        if dtype.kind != "f" and missing[0] != value and (sources == NOWHERE).any():
+        is_held = np.isinf(missing[0]) == np.isinf(value) if dtype.kind == "f" else missing[0] == value
+        if not is_held and dtype.kind != "b" and (sources == NOWHERE).any():
             raise InputError(
                 f"{self.label} is filled with {value} where atlases lack columns, but {dtype} cannot hold this "
                 "value. Request a float dtype, or open the atlases with fill_value=0"

@@ -165,7 +165,7 @@ class RowBuffer:
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
         """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""
         held = held if held.kind in "iu" else self.dtype
-        if held.kind not in "iu":
+        if held.kind not in "iub":
             return memory_dtype(self.dtype)
         return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 

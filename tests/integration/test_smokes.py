@@ -22,10 +22,7 @@ from tests.support.programs import PROGRAMS, run, torchrun
 from tests.support.servers import Bucket
 from tests.support.training import alone, assert_same, changed, training
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.xdist_group("torchrun"),
-]
+pytestmark = [pytest.mark.core, pytest.mark.xdist_group("torchrun")]
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])

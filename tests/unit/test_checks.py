@@ -28,40 +28,35 @@ def adata() -> ad.AnnData:
 
 
 # Each call, and a part of the error that names the argument.
-CALLS: list[tuple[Callable[[ad.AnnData, Path], Any], str]] = [
-    (lambda adata, _: dasksc.statistics(adata, by=3), "by"),
-    (lambda adata, _: dasksc.statistics(adata, layer=["two"]), "layer"),
-    (lambda adata, _: dasksc.statistics(adata, qc={"m": None}), "qc['m']"),
-    (lambda adata, _: dasksc.statistics(adata, qc={"m": [False] * 3}), "qc['m']"),
-    (lambda adata, _: dasksc.highly_variable_genes(adata, 2, batch_key=["kind"]), "batch_key"),
-    (lambda adata, _: dasksc.open(adata, storage_options=3), "storage_options"),
-    (lambda adata, _: dasksc.scDataset(adata, obs=[3]), "obs"),
-    (lambda adata, _: dasksc.suggest_parameters(3, 8), "int"),
-    (lambda adata, _: dasksc.suggest_parameters(adata, None), "batch_size"),
-    (lambda adata, _: dasksc.suggest_parameters(adata, 8, "x"), "target_ram_fraction"),
-    (lambda adata, _: dasksc.suggest_parameters(adata, 8, fetch_callback=3), "fetch_callback"),
-    (lambda adata, _: dasksc.suggest_parameters(adata, 8, labels=["a"]), "labels"),
-    (lambda *_: ClassBalancedSampling(label_key=["kind"]), "label_key"),
-    (lambda *_: Vocabulary(["CD4"]), "ids"),
-    (lambda *_: Vocabulary.of_genes(3), "genes"),
-    (lambda *_: RankTokens(["a"], vocabulary=3), "vocabulary"),
-    (lambda adata, _: dasksc.open([adata, adata], label=3), "label"),
-    (lambda adata, _: dasksc.scDataset(adata, transform=Downsample), "Downsample"),
-    (lambda adata, _: dasksc.scDataset(adata, fetch_transform=Downsample(0.5)), "fetch_transform"),
-    (lambda *_: ClassBalancedSampling(label_key="kind", smoothing=True), "smoothing"),
-    (
-        lambda adata, _: list(dasksc.scDataset(adata, ClassBalancedSampling(label_key="kind", class_weights=[]))),
-        "class_w",
-    ),
+CALLS: list[tuple[Callable[[ad.AnnData], Any], str]] = [
+    (lambda adata: dasksc.statistics(adata, by=3), "by"),
+    (lambda adata: dasksc.statistics(adata, layer=["two"]), "layer"),
+    (lambda adata: dasksc.statistics(adata, qc={"m": None}), "qc['m']"),
+    (lambda adata: dasksc.statistics(adata, qc={"m": [False] * 3}), "qc['m']"),
+    (lambda adata: dasksc.highly_variable_genes(adata, 2, batch_key=["kind"]), "batch_key"),
+    (lambda adata: dasksc.open(adata, storage_options=3), "storage_options"),
+    (lambda adata: dasksc.scDataset(adata, obs=[3]), "obs"),
+    (lambda adata: dasksc.suggest_parameters(3, 8), "int"),
+    (lambda adata: dasksc.suggest_parameters(adata, None), "batch_size"),
+    (lambda adata: dasksc.suggest_parameters(adata, 8, "x"), "target_ram_fraction"),
+    (lambda adata: dasksc.suggest_parameters(adata, 8, fetch_callback=3), "fetch_callback"),
+    (lambda adata: dasksc.suggest_parameters(adata, 8, labels=["a"]), "labels"),
+    (lambda _: ClassBalancedSampling(label_key=["kind"]), "label_key"),
+    (lambda _: Vocabulary(["CD4"]), "ids"),
+    (lambda _: Vocabulary.of_genes(3), "genes"),
+    (lambda _: RankTokens(["a"], vocabulary=3), "vocabulary"),
+    (lambda adata: dasksc.open([adata, adata], label=3), "label"),
+    (lambda adata: dasksc.scDataset(adata, transform=Downsample), "Downsample"),
+    (lambda adata: dasksc.scDataset(adata, fetch_transform=Downsample(0.5)), "fetch_transform"),
+    (lambda _: ClassBalancedSampling(label_key="kind", smoothing=True), "smoothing"),
+    (lambda adata: dasksc.scDataset(adata, ClassBalancedSampling(label_key="kind", class_weights=[])), "class_w"),
 ]
 
 
 @pytest.mark.parametrize(("call", "names"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
-def test_an_argument_of_the_wrong_type_is_named(
-    call: Callable[[ad.AnnData, Path], Any], names: str, adata: ad.AnnData, tmp_path: Path
-) -> None:
+def test_an_argument_of_the_wrong_type_is_named(call: Callable[..., Any], names: str, adata: ad.AnnData) -> None:
     with pytest.raises(InputError) as caught:
-        call(adata, tmp_path)
+        call(adata)
     assert names in str(caught.value)
 
 

@@ -68,11 +68,7 @@ def test_dasks_serializer_sends_and_receives_a_block_without_copies(layout: Any)
 # The largest counts lie on both sides of the limits of one byte and two bytes.
 @pytest.mark.parametrize(
     ("dtype", "largest", "expected"),
-    [
-        (np.float32, 255, np.uint8),
-        (np.float32, 256, np.uint16),
-        (np.float32, 65_536, None),
-    ],
+    [(np.float32, 255, np.uint8), (np.float32, 256, np.uint16), (np.float32, 65_536, None)],
 )
 def test_counts_take_one_or_two_bytes_and_come_back_in_their_type(dtype: Any, largest: int, expected: Any) -> None:
     values = np.tile(np.array([[0, 1, 2, 77, largest]], dtype=dtype), (4, 1))

@@ -18,9 +18,7 @@ from dasksc.memory import own_bytes
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, ended
 
-pytestmark = [
-    pytest.mark.faults,
-]
+pytestmark = pytest.mark.faults
 
 
 # Rank 0 hosts the store, which ends with it, so a kill of either rank is tested. A rank that raises an error, unlike a

@@ -81,11 +81,7 @@ def memory(folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def places(folder: Path, bucket: Bucket, memory: str) -> dict[str, tuple[str, dict[str, Any] | None]]:
     """Return the locations of the same atlases by kind, and the options to read them."""
-    return {
-        "file": (folder.as_uri(), None),
-        "memory": (memory, None),
-        "s3": (f"s3://{bucket.name}", bucket.options),
-    }
+    return {"file": (folder.as_uri(), None), "memory": (memory, None), "s3": (f"s3://{bucket.name}", bucket.options)}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 
 import dasksc
 from dasksc.atlas import stored
-from tests.support.data import dense, make_adata, same
+from tests.support.cell_ranger import write_v3
+from tests.support.data import dense, make_adata, same, write_store
 
 pytestmark = pytest.mark.core
 
@@ -51,6 +53,18 @@ def test_surveyed_files_equal_files_opened_one_element_at_a_time(
     same(surveyed, dasksc.open(paths, **options))
 
 
+def test_text_of_fixed_length_is_text(paths: list[str]) -> None:
+    expected = dasksc.open(paths).obs
+    with h5py.File(paths[2], "r+") as file:
+        obs, kinds = file["obs"], file["obs/kind"]
+        obs.attrs["column-order"] = obs.attrs["column-order"].astype("S")
+        held, attributes = kinds["categories"][:].astype("S"), dict(kinds["categories"].attrs)
+        del kinds["categories"]
+        kinds.create_dataset("categories", data=held).attrs.update(attributes)
+    pd.testing.assert_frame_equal(dasksc.open(paths).obs, expected)
+    assert dasksc.open(paths[2]).obs["kind"].tolist() == expected["kind"][12:18].tolist()
+
+
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: str) -> None:
     assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
@@ -74,20 +88,21 @@ def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> N
 
 def test_a_catalogue_keeps_values_of_any_type_and_what_files_lack(tmp_path: Path) -> None:
     columns = [
-        {"mixed": [1, 2], "text": ["a", "b"], "number": pd.array([1, None], dtype="Int64")},
+        {"mixed": [1, 2], "text": ["a", "b"], "number": pd.array([1, None], "Int64"), "k": pd.Categorical([1, 2])},
         {"mixed": pd.Categorical(["x", None]), "text": pd.Categorical(["a", None]), "number": [0.5, 1.5]},
-        {"mixed": [True, False]},
+        {"mixed": [True, False], "k": pd.Categorical(["1", "x"])},
     ]
     for i, held in enumerate(columns):
         obs = pd.DataFrame(held, index=[f"{i}-{j}" for j in range(2)])
         adata = anndata.AnnData(np.eye(2, dtype=np.float32), obs=obs, layers={"own": np.eye(2)} if i == 1 else {})
-        adata.obsm["proteins"] = pd.DataFrame({"CD3": [i, 2.5]}, index=adata.obs_names)
+        adata.obsm["proteins"] = pd.DataFrame({"CD3": [i, 2.5], "mixed": held["mixed"]}, index=adata.obs_names)
         adata.write_h5ad(tmp_path / f"{i}.h5ad")
     options = {"join": "outer", "fill_value": 0}
     dasksc.index(tmp_path / "*.h5ad", tmp_path / "all.catalog", **options)
     found, expected = dasksc.open(tmp_path / "all.catalog"), dasksc.open(tmp_path / "*.h5ad", **options)
-    for name, column in expected.obs.items():
-        assert list(map(type, found.obs[name])) == list(map(type, column)), name
+    for of, table in ((found.obs, expected.obs), (found.obsm["proteins"], expected.obsm["proteins"])):
+        for name, column in table.items():
+            assert list(map(type, of[name])) == list(map(type, column)), name
     same(found, expected)
 
 
@@ -113,11 +128,23 @@ def test_a_file_with_other_genes_than_indexed_is_named(paths: list[str], tmp_pat
         dasksc.open(tmp_path / "all.catalog").X.compute()
 
 
-def test_an_atlas_in_memory_is_not_indexed(tmp_path: Path) -> None:
-    adata = anndata.AnnData(np.ones((2, 2), np.float32))
-    with pytest.raises(dasksc.InputError, match="file"):
-        dasksc.index(adata, tmp_path / "all.catalog")
-    assert not list(tmp_path.iterdir())
+def test_tables_of_a_zarr_store_that_changed_in_place_are_noticed(tmp_path: Path) -> None:
+    store = write_store(make_adata(6, 3), tmp_path, "zarr2")
+    dasksc.index(store, tmp_path / "all.catalog")
+    same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(store))
+    (codes,) = (store / "obs/cell_type/codes").glob("[0-9]*")
+    os.utime(codes)
+    with pytest.raises(dasksc.CorruptDataError, match="zarr2"):
+        dasksc.open(tmp_path / "all.catalog")
+
+
+def test_what_a_catalogue_could_not_open_is_not_indexed(paths: list[str], tmp_path: Path) -> None:
+    anndata.read_h5ad(paths[0])[::-1].copy().write_h5ad(tmp_path / "b.h5ad")
+    reordered = dasksc.Modalities({"a": paths[0], "b": tmp_path / "b.h5ad"})["b"]
+    of_10x = write_v3(tmp_path / "10x.h5", sp.csr_matrix(np.eye(3, dtype=np.int32)))
+    for data in (anndata.AnnData(np.ones((2, 2), np.float32)), reordered, of_10x):
+        with pytest.raises(dasksc.InputError):
+            dasksc.index(data, tmp_path / "all.catalog")
 
 
 def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:

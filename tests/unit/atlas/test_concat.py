@@ -239,6 +239,14 @@ def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(
     assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
 
 
+def test_orders_of_categories_that_differ_are_lost(tmp_path: Path) -> None:
+    for i, order in enumerate((["lo", "hi"], ["hi", "lo"])):
+        obs = pd.DataFrame({"size": pd.Categorical(["lo", "hi"], order, ordered=True)}, index=[f"{i}a", f"{i}b"])
+        AnnData(np.ones((2, 1), "f4"), obs=obs).write_h5ad(tmp_path / f"{i}.h5ad")
+    with pytest.warns(UserWarning, match="size"):
+        assert dasksc.open(tmp_path / "*.h5ad").obs["size"].tolist() == ["lo", "hi"] * 2
+
+
 @pytest.mark.parametrize(
     ("dtype", "fill_value", "wider"),
     [("uint8", 0, None), ("uint8", -1, "int16"), ("int32", -1, None), ("int32", 0.5, "float64")],
@@ -254,6 +262,9 @@ def test_types_stay_as_narrow_as_their_fill_values_allow(dtype: str, fill_value:
     assert got.X.dtype == got.layers["twice"].dtype == np.dtype(wider or dtype)
     np.testing.assert_array_equal(dense(got.X.compute()), dense(expected.X))
     np.testing.assert_array_equal(dense(got.layers["twice"].compute()), dense(expected.layers["twice"]))
+    # NumPy has this type, and kernels lack it.
+    for batch in dasksc.scDataset(got, "stream", got.n_obs, dtype="float16"):
+        np.testing.assert_array_equal(batch.numpy(), dense(expected.X).astype("float16"))
     refused = dasksc.scDataset(got, dasksc.Streaming(), 4, dtype="uint8", rank=0, world_size=1)
     if fill_value:
         with pytest.raises(InputError, match=f"{fill_value}.*uint8"):

@@ -142,6 +142,8 @@ def test_what_cannot_be_split_is_refused() -> None:
         dasksc.split(pd.DataFrame({"score": np.random.default_rng(0).random(600)}), stratify="score")
     with pytest.raises(InputError, match="repeat"):
         dasksc.split(obs, indices=[0, 1, 1, 5])
+    with pytest.raises(InputError, match="too few"):
+        dasksc.split(obs[:0], conditions=["donor", "kind"])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,8 @@ def test_leaks_counts_shared_cells_donors_and_conditions_of_every_pair_of_parts(
     assert found["shared"].tolist() == [1, 2, 1]
     assert found["first cells"].tolist() == found["second cells"].tolist() == [1, 2, 1]
     assert found["examples"].tolist() == [[2], ["a", "b"], ["b, x"]]
-    assert dasksc.leaks(obs, dasksc.split(obs, fractions=(0.5, 0.5)))["shared"].tolist() == [0]
+    found = dasksc.leaks(obs, {"train": [0], "test": [3]}, ["donor"])
+    assert found[["shared", "examples"]].to_numpy().tolist() == [[0, []]] * 2
     for parts, by in ({"train": [0]}, ()), ({"a": [0], "b": [9]}, ()), ({"a": [0], "b": [1]}, "donor"):
         with pytest.raises(InputError):
             dasksc.leaks(obs, parts, by)

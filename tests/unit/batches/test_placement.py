@@ -210,6 +210,12 @@ def test_combinations_that_expand_nothing_are_refused(options, message, adata):
         dasksc.scDataset(adata, seed=0, **options)
 
 
+def test_pinned_memory_without_a_gpu_is_refused(adata, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(InputError, match="pin_memory"):
+        next(iter(dasksc.scDataset(adata, seed=0, pin_memory=True)))
+
+
 def test_dense_matrices_are_copied_as_they_are(adata):
     dense = ad.AnnData(adata.layers["dense"])
     with pytest.raises(InputError, match="expand='device'.*X"):

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import dask
 import distributed
@@ -20,6 +19,7 @@ from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
 from tests.support.programs import ended
 from tests.support.waiting import eventually
+from tests.unit.executor.test_window import double, double_late, fail_at_5
 
 pytestmark = pytest.mark.programs
 
@@ -32,21 +32,6 @@ def client(request: pytest.FixtureRequest) -> distributed.Client:
 def nothing_is_left(client: distributed.Client) -> bool:
     """Return True if no task, future or key remains."""
     return not (client.cluster.scheduler.tasks or client.futures)
-
-
-def double(k: int) -> int:
-    return 2 * k
-
-
-def double_late(k: int) -> int:
-    time.sleep(0.002 * (k % 7))
-    return 2 * k
-
-
-def fail_at_5(k: int) -> int:
-    if k == 5:
-        raise OSError("the disk is gone")
-    return k
 
 
 def test_results_come_in_order_and_arguments_are_made_in_this_process(client: distributed.Client) -> None:

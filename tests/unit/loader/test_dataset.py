@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import operator
 import pickle
 import threading
+import weakref
 from itertools import islice
 
 import anndata as ad
@@ -20,6 +22,7 @@ import torch
 
 import dasksc
 from dasksc import BlockShuffling, FetchError, InputError, Streaming, scDataset
+from dasksc._compat import without_collection
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -240,6 +243,19 @@ def test_a_hook_that_raises_is_reported_with_its_batch_and_rows(hook):
         list(one)
     message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in message
+
+
+def test_an_error_keeps_no_batch_alive():
+    seen = []
+
+    def broken(batch):
+        seen.append(weakref.ref(batch))
+        raise ZeroDivisionError
+
+    with without_collection():
+        with contextlib.suppress(ZeroDivisionError):
+            list(scDataset(ad.AnnData(np.eye(9)), transform=broken, seed=0))
+        assert [one() for one in seen] == [None]
 
 
 def test_after_a_hook_has_raised_the_data_set_goes_on_with_the_next_epoch():

@@ -112,6 +112,14 @@ def test_sums_that_the_wanted_type_cannot_hold_are_refused(stored: str, layout: 
         list(dasksc.scDataset(adata, dasksc.Streaming(), 4, dtype="uint8", **options))
 
 
+@pytest.mark.parametrize("ones", [np.ones((4, 3), "?"), np.ones((4, 3), ">f2"), sp.csr_matrix(np.ones((4, 3), "?"))])
+def test_values_in_memory_of_any_type_add_up(ones: Any) -> None:
+    adata = AnnData(ones, var=pd.DataFrame(index=["a", "b", "a"]))
+    for layout in ("dense", "csr"):
+        (found,) = dasksc.scDataset(adata, "stream", 4, genes=["a", "b"], genes_repeated="sum", layout=layout)
+        assert found.to_dense().tolist() == [[2.0, 1.0]] * 4
+
+
 def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(tmp_path: Path) -> None:
     ids = {"<pad>": 0, "c": 7, "d": 3, "<cls>": 1, "z": 5, "<eoc>": 9}
     as_json, pickled, listed = tmp_path / "vocab.json", tmp_path / "token_dictionary.pkl", tmp_path / "genes.txt"
