@@ -95,7 +95,8 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         write_elem(root, "obsm", {})
         for name, table in tables.items():
             written, types[name] = as_text(table)
-            write_elem(root, name, written)
+            group, _, key = name.rpartition("/")
+            write_elem(root.require_group(group) if group else root, key, written)
         for key, array in matrices.items():
             if leaf_matrix(array) is None:
                 raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")

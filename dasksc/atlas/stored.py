@@ -276,6 +276,8 @@ def _in_memory(table: Any) -> pd.DataFrame:
 
 def _backed_x(adata: AnnData, options: OpenOptions) -> da.Array | Lazy | None:
     """Return the lazy X of a backed AnnData; for a view, only its rows and columns."""
+    if not adata.file.is_open:
+        adata.file.open()
     if "X" not in adata.file:
         return None
     # A modality of a MuData is a group of the file.

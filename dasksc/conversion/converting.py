@@ -179,11 +179,14 @@ def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed:
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
     if group_by:
         grouped = {name: pd.Categorical(obs[name]) for name in group_by}
-        columns = [CodedColumn(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
+        # A missing value is a group, the last one of its column.
+        columns = [
+            CodedColumn(name, np.where(one.codes < 0, len(one.categories), one.codes), [*one.categories, None])
+            for name, one in grouped.items()
+        ]
         codes, n_codes = combined_codes(columns, slice(None), n_obs)
         counts = np.zeros(n_codes + 1, dtype=np.int64)
         count_codes(codes, counts)
-        # Missing categories have the code -1; their rows come last.
         places = np.concatenate([[0], np.cumsum(counts[1:])])
     for start, stop in pieces(0, n_obs, _PIECE_ROWS):
         rows = keyed.at(np.arange(start, stop, dtype=np.int64))

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import statistics
 from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
-from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer, open_matrix
-from dasksc.storage.arrays import memory_dtype
+from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer
+from dasksc.storage.arrays import logical_dtype, memory_dtype
+from dasksc.storage.dtypes import narrowest
+from dasksc.storage.files import LocalFile
+from dasksc.storage.matrices import CSRMatrix, DenseMatrix
+from dasksc.storage.uncompressed import PlainArray
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """Description of a row: number of stored values, their sum, digest (see `dasksc.kernels.statistics`) and maximum."""
@@ -80,7 +83,7 @@ class Pass:
     places: Path | None
 
     def is_done(self, k: int) -> bool:
-        return (self.folder / f"{k}.npy").exists()
+        return (self.folder / f"{k}-rows.npy").exists()
 
     def __call__(self, k: int) -> None:
         """Read part `k`, and write its descriptions and its sorted copy."""
@@ -93,17 +96,16 @@ class Pass:
             ranked = np.argsort(mapped_array(self.places)[start:stop])
             fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
             block = gather(fetched, ranked, exact_dtype(self.matrix))
-            with atomic_path(self.folder / f"{k}.h5") as path, h5py.File(path, "w") as file:
-                _write_block(file, block, fetched.shape)
+            self._write(k, block)
             found[ranked] = described(block)
-        with atomic_array(self.folder / f"{k}.npy", ROW, len(found)) as out:
+        with atomic_array(self.folder / f"{k}-rows.npy", ROW, len(found)) as out:
             out[:] = found
 
     def collect(self, path: Path) -> None:
         """Write the descriptions of all rows to one file."""
         with atomic_array(path, ROW, self.matrix.shape[0]) as out:
             for k, part in enumerate(self.parts):
-                out[slice(*part)] = mapped_array(self.folder / f"{k}.npy")
+                out[slice(*part)] = mapped_array(self.folder / f"{k}-rows.npy")
 
     def staged(self) -> tuple[Matrix, Path]:
         """Return the sorted copies as one matrix, and a file with the row of that matrix for each output row."""
@@ -112,21 +114,45 @@ class Pass:
         with atomic_array(order, np.int64, len(places)) as out:
             for start, stop in self.parts:
                 out[np.sort(places[start:stop])] = np.arange(start, stop)
-        parts = [open_matrix(self.folder / f"{k}.h5", "X") for k in range(len(self.parts))]
+        parts = [self._copy_of(k) for k in range(len(self.parts))]
         return ConcatenatedMatrix(label=f"{self.matrix.label}, staged", parts=parts, maps=None), order
 
+    def _write(self, k: int, block: Block) -> None:
+        """Write the sorted copy of part `k` as ``.npy`` files, which can be memory-mapped."""
+        arrays: dict[str, NDArray[Any]]
+        if isinstance(block, tuple):
+            indptr, indices, data = block
+            narrow = narrowest(indices.dtype, self.matrix.shape[1])
+            arrays = {"indptr": indptr, "indices": indices.astype(narrow, copy=False), "data": data}
+        else:
+            arrays = {"values": block}
+        for name, array in arrays.items():
+            with atomic_path(self.folder / f"{k}-{name}.npy") as path:
+                np.save(path, array)
 
-def _write_block(file: h5py.File, block: Block, shape: tuple[int, int]) -> None:
-    """Write a matrix in AnnData's format, uncompressed and contiguous, so that it can be memory-mapped."""
-    if not isinstance(block, tuple):
-        file["X"] = block
-        return
-    indptr, indices, data = block
-    group = file.create_group("X")
-    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
-    group["indptr"] = indptr
-    group["indices"] = indices.astype(np.uint16) if shape[1] <= 2**16 else indices
-    group["data"] = data
+    def _copy_of(self, k: int) -> Matrix:
+        start, stop = self.parts[k]
+        names = ("indptr", "indices", "data") if self.matrix.layout == "csr" else ("values",)
+        *indices, data = (_stored(self.folder / f"{k}-{name}.npy") for name in names)
+        label, dtype = f"{self.matrix.label}, part {k}", logical_dtype(data.dtype)
+        if not indices:
+            return DenseMatrix(label=label, values=data, dtype=dtype)
+        shape = stop - start, self.matrix.shape[1]
+        return CSRMatrix(label=label, shape=shape, indptr=indices[0], indices=indices[1], data=data, dtype=dtype)
+
+
+def _stored(path: Path) -> PlainArray:
+    """Return the array in a ``.npy`` file."""
+    array = mapped_array(path)
+    return PlainArray(
+        label=str(path),
+        shape=array.shape,
+        dtype=array.dtype,
+        file=LocalFile.of(str(path), "auto"),
+        firsts=np.zeros(1, dtype=np.int64),
+        offsets=np.array([array.offset], dtype=np.int64),
+        fill=array.dtype.type(0),
+    )
 
 
 def verify_rows(

@@ -48,6 +48,10 @@ class FetchScheduler:
         # The attribute is private: `scheduler_info` would request the numbers and wait.
         return None if self.client is None else int(self.client._scheduler_identity.get("total_threads", 0))
 
+    @property
+    def is_closed(self) -> bool:
+        return self.client is not None and self.client.status == "closed"
+
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
 

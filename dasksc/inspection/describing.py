@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -66,8 +67,8 @@ def describe(
     >>> report.n_obs, report.matrices[0].encoding
     (2000, 'csr')
     """
-    if seconds < 0:
-        raise InputError(f"seconds={seconds} is negative; give 0 to skip the speed tests")
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"seconds={seconds} is no duration; give 0 to skip the speed tests")
     chosen = OpenOptions(storage_options=dict(storage_options or {}))
     opened: AnnData | Modalities
     parts: list[Any] = [data]

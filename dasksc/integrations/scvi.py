@@ -126,9 +126,9 @@ class SCVIDataModule(scDataModule):
         rows = slice(None) if expression is None else dasksc.rows_where(self.adata, expression)
         obs = self.adata.obs[fields.columns].iloc[rows]
         for key in fields.columns:
+            if key in whole.categories:  # labels in the order of the codes in batches; others are missing
+                obs[key] = pd.Categorical(obs[key], whole.categories[key])
             _check_column(obs[key], whole, is_continuous=key in continuous)
-            if key not in continuous:
-                obs[key] = pd.Categorical(obs[key], whole.categories[key])  # in the order of the codes in batches
         match, names = whole.gene_match, self.adata.var_names
         names = match.names if match is not None else names if genes is None else names[genes]
         manager = AnnDataManager(

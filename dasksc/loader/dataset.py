@@ -579,8 +579,9 @@ class scDataset(IterableDataset[Any]):
         self._iteration += 1
         if agreement is not None:
             own = {name: str(getattr(self, name)) for name in _COMPARED}
+            own["position in the epoch"] = where = "-".join(map(str, [*consumed, n_done])).replace(" ", "")
             settings = settings_of_batches(self.source) | settings_of(self.spec) | own
-            agreement.begin(iteration, number, self.fingerprint, settings)
+            agreement.begin(iteration, number, f"{self.fingerprint}-{where}", settings)
             after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
@@ -594,10 +595,10 @@ class scDataset(IterableDataset[Any]):
             for batch in batches:
                 self._place = epoch
                 yield batch
-            if worker is None:
-                self._place = EpochPosition(number + 1)
-            else:
+            if worker is not None:
                 self._finished = number
+            elif self._place is epoch:  # not another iterator's
+                self._place = EpochPosition(number + 1)
         finally:
             batches.close()
             if worker is not None:

@@ -18,7 +18,7 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
-from dasksc.plan.ranks import Agreement, World, torch_distributed
+from dasksc.plan.ranks import Agreement, World, is_shared, torch_distributed
 from dasksc.storage.dtypes import text_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RankSession:
     @property
     def seed(self) -> int:
         """Seed that all ranks agree on."""
-        if not self.seed_is_given and self.current_world().world_size > 1:
+        if not self.seed_is_given and is_shared(self.current_world()):
             self.fix_world()
         return self.own_seed
 
@@ -71,7 +71,7 @@ class RankSession:
     def fix_world_if_distributed(self) -> None:
         """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet."""
         # A world of one rank is not fixed, because a process group may be created later.
-        if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or torch_distributed()):
+        if is_shared(self.detect()) and (self.seed_is_given or not self._is_random or torch_distributed()):
             self.fix_world()
 
     def fix_world(self) -> World:
@@ -79,7 +79,7 @@ class RankSession:
         world = self._world
         if world is None:
             world = self.detect()
-            agreement = Agreement(world) if world.world_size > 1 else None
+            agreement = Agreement(world) if is_shared(world) else None
             if agreement is not None and not self.seed_is_given and self._is_random:
                 if get_worker_info() is not None:
                     raise InputError(
@@ -107,7 +107,7 @@ class RankSession:
     def __getstate__(self) -> dict[str, Any]:
         # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies of the session
         # detect their own world, for example in ranks spawned by a parent process that is not in the group.
-        if get_spawning_popen() is not None and self.current_world().world_size > 1:
+        if get_spawning_popen() is not None and is_shared(self.current_world()):
             self.fix_world()
         state = self.__dict__ | {"agreement": None}
         if self._given[2] is not None:

@@ -200,7 +200,8 @@ class MemoryProjection:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
         n_ranks = self._ranks.fix_world().world_size
         depth = functools.cache(lambda n_threads: self.reading_mode(n_threads).depth)  # called for every result
-        return lambda: int(depth(max(1, (scheduler.n_threads or 0) // n_ranks)))
+        # The next result of a Client that has been closed is an error.
+        return lambda: 1 if scheduler.is_closed else int(depth(max(1, (scheduler.n_threads or 0) // n_ranks)))
 
     def reading_mode(self, n_threads: int | None = None) -> ReadingMode:
         """Return the current reading mode for `n_threads` threads."""

@@ -296,6 +296,11 @@ def shared_store(prefix: str) -> Any:
 _ordinals: weakref.WeakKeyDictionary[Any, defaultdict[tuple[int, str], Iterator[int]]] = weakref.WeakKeyDictionary()
 
 
+def is_shared(world: World) -> bool:
+    """Return True if other processes read the same epochs: other ranks, or tensor-parallel ones the same batches."""
+    return world.world_size > 1 or bool(world.group)
+
+
 class Agreement:
     """Agreement between the ranks of one data set, through the store of their process group."""
 
@@ -308,7 +313,7 @@ class Agreement:
         self._world = world
         self._given_store = store
         ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
-        has_peers = world.world_size > 1 and (store is not None or torch_distributed() is not None)
+        has_peers = is_shared(world) and (store is not None or torch_distributed() is not None)
         self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
 
     def _under(self, prefix: str) -> Any:

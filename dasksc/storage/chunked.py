@@ -175,6 +175,8 @@ class ChunkedArray(StoredArray):
         is_narrow = block.shape[1] > self._width
         if functions is None or block.dtype != self._chain.dtype or (is_narrow and width < _LEAST_WIDTH_BYTES):
             return False
+        if block.shape[1] < self._width:  # the end of each row of a chunk is unused
+            return False
         chunks_of, starts, sizes, to = (self._pieces_across if is_narrow else self._pieces_along)(block, pieces)
         numbers, chunk_of = np.unique(chunks_of, return_inverse=True)
         chunk_bytes = self._chunk_shape[0] * width

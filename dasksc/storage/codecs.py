@@ -109,12 +109,12 @@ class Blosc:
         if len(view) < 16:
             raise ValueError(f"the chunk has {len(view)} bytes, too few for Blosc")
         decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
-        if decoded != n_bytes or stored > len(view):
+        if decoded > n_bytes + _SLACK_BYTES or stored > len(view):
             raise ValueError(
                 f"the Blosc header states {stored} compressed and {decoded} decoded bytes, but the chunk has "
                 f"{len(view)} bytes and should decode to {n_bytes}"
             )
-        return _BLOSC.decode(data, out=into)
+        return _BLOSC.decode(data, out=into if decoded == n_bytes else None)
 
 
 _BLOSC = numcodecs.Blosc()

@@ -129,6 +129,8 @@ def _naming_errors(path: str | RemoteLocation, key: str) -> Iterator[None]:
 
 def as_matrix(array: Any, label: str) -> Matrix:
     """Wrap an array in memory as a matrix."""
+    if np.ma.is_masked(array):
+        raise InputError(f"{label} has masked values; replace them: adata.X = adata.X.filled(0)")
     if not sp.issparse(array):
         array = np.asarray(array)
     if len(array.shape) != 2:

@@ -149,6 +149,10 @@ def _parsed(arguments: list[str]) -> Config:
 
 
 def _checked_config(options: Any) -> Config:
+    sections = {"data": options.data, "training": options.training, "data.open": getattr(options.data, "open", None)}
+    for name, one in sections.items():
+        if not hasattr(one, "as_dict"):
+            raise InputError(f"{name} must be a section of keys with their values, not {one!r}; leave out an empty one")
     data, training = Namespace(**options.data.as_dict()), options.training.as_dict()
     data.strategy = _named("data.strategy", {"name": "block_shuffling"} | _as_dict(data.strategy), STRATEGIES)
     if data.validation is False or data.validation == 0:
@@ -238,5 +242,5 @@ def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str
     """Call a class with arguments of a section of the configuration, which errors name."""
     try:
         return make(**arguments)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any type, as torch raises RuntimeError and IndexError
         raise InputError(f"{what}: {error}") from error

@@ -24,7 +24,7 @@ from dasksc.train.config import Config, created, found
 from dasksc.train.data import make_datasets
 from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
-from dasksc.train.saved_models import predict_trained, reading_options, save_model
+from dasksc.train.saved_models import check_predictions, predict_trained, reading_options, save_model
 from dasksc.train.sections import MODELS, OPTIMIZERS, Scheduler
 
 
@@ -88,11 +88,13 @@ class _Run:
             say(f"writing checkpoints, metrics.csv and model.pt to {self.folder.absolute()}")
 
         model_class = found(config.model["name"], MODELS, what="model.name")
-        accepted = inspect.signature(model_class).parameters
+        accepted = created(inspect.signature, {"obj": model_class}, what="model.name").parameters
         facts = {name: value for name, value in facts.items() if name in accepted}
         self.arguments = facts | {name: value for name, value in config.model.items() if name != "name"}
         torch.manual_seed(training.seed)  # equal parameters on every rank
         self.model: nn.Module = created(model_class, self.arguments, what="model")
+        if config.predict is not None:
+            check_predictions(config.predict, self.model)
         self.n_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.whole = distribute(self.model, training, ranks)
         optimizer_class = found(training.optimizer["name"], OPTIMIZERS, what="training.optimizer.name")

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import dasksc
 from dasksc import Batch, InputError, MissingPathError, scDataset
+from dasksc.inference.model import check_name
+from dasksc.inference.publishing import target_path
 from dasksc.inspection.report import Report
 from dasksc.options import nearest
 from dasksc.output.work_folder import atomic_path
@@ -158,6 +160,13 @@ def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, 
     """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
     label: Any = getattr(model, "label", None)
     return {"predicted": list(categories[label])} if name == "predict" and label in categories else {}
+
+
+def check_predictions(section: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise an error for a section ``predict`` that would fail after the training."""
+    target_path(section["out"])
+    check_name(section.get("key", "X_emb"))
+    method_of(model, section.get("method"))
 
 
 def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks: Ranks) -> Report:

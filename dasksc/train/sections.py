@@ -6,6 +6,7 @@ This module imports neither torch nor NumPy, because the command checks its opti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,6 +64,13 @@ class Scheduler:
     warmup_steps: int = 0
     total_steps: int | None = None
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or not 0 <= self.final < math.inf:
+            raise InputError(
+                f"training.scheduler has warmup_steps={self.warmup_steps} and final={self.final}, which must not be "
+                "negative"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +183,8 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"training.{name}={value} must be at least 1")
+        if self.gradient_clip is not None and not 0 < self.gradient_clip < math.inf:
+            raise InputError(f"training.gradient_clip={self.gradient_clip} must be a positive number")
 
     @property
     def loggers(self) -> list[str]:

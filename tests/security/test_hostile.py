@@ -55,10 +55,6 @@ def test_chunks_that_are_far_too_long_are_not_fetched(tmp_path: Path) -> None:
         file = tmp_path / "atlas.zarr" / "X/0.0"
     with file.open("r+b") as grown:
         grown.truncate(2**33)
-    with (
-        serving(tmp_path) as server,
-        bounded(),
-        pytest.raises(StorageError, match="chunks|expected"),
-    ):
+    with serving(tmp_path) as server, bounded(), pytest.raises(StorageError, match="chunks|expected"):
         dasksc.open(f"{server.url}/atlas.zarr").X.compute()
     assert sum(stop is None for _, path, stop in server.faults.requests if path.endswith(file.name)) >= 1

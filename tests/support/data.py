@@ -74,13 +74,7 @@ def unpacked_sample(name: str, folder: Path) -> Path:
 
 
 def make_values(
-    n_obs: int,
-    n_vars: int,
-    *,
-    layout: Layout = "csr",
-    dtype: Any = np.float32,
-    density: float = 0.3,
-    seed: int = 0,
+    n_obs: int, n_vars: int, *, layout: Layout = "csr", dtype: Any = np.float32, density: float = 0.3, seed: int = 0
 ) -> sp.csr_matrix | NDArray[Any]:
     """Return counts with distinct nonzero values (within the range of the dtype), an empty row and an empty column."""
     rng = np.random.default_rng(seed)
@@ -124,12 +118,7 @@ FEW_COLUMNS = ["cell_type", "cell_type_missing", "text", "flag", "int8", "int64"
 
 
 def make_adata(
-    n_obs: int = 60,
-    n_vars: int = 17,
-    *,
-    layout: Layout = "csr",
-    dtype: Any = np.float32,
-    has_everything: bool = False,
+    n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32, has_everything: bool = False
 ) -> ad.AnnData:
     """Return an AnnData with layers in both layouts.
 

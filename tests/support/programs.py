@@ -53,13 +53,7 @@ def ended(
         given[preloaded.ADDRESS] = _server()[0]
         return preloaded.ended(command, cwd=cwd or Path.cwd(), environment=given, timeout_s=TIMEOUT_S)
     return subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        [*map(str, command)], cwd=cwd, env=given, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
 
 

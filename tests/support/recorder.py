@@ -28,14 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc import (
-    BlockShuffling,
-    BlockWeightedSampling,
-    CellSets,
-    ClassBalancedSampling,
-    SamplingStrategy,
-    Streaming,
-)
+from dasksc import BlockShuffling, BlockWeightedSampling, CellSets, ClassBalancedSampling, SamplingStrategy, Streaming
 from dasksc.transforms import Downsample, MaskGenes
 from dasksc.transforms.tokens import RankTokens, ValueBins
 from tests.support.data import write_store

@@ -40,13 +40,7 @@ def as_list(data: object) -> object:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rows",
-    [
-        np.array([7, 0, 7, 3]),
-        [7, 0, 7, 3],
-        slice(2, 9, 3),
-        np.arange(N_ROWS) % 5 == 0,
-        np.array([], dtype=np.int64),
-    ],
+    [np.array([7, 0, 7, 3]), [7, 0, 7, 3], slice(2, 9, 3), np.arange(N_ROWS) % 5 == 0, np.array([], dtype=np.int64)],
     ids=["array", "list", "slice", "mask", "nothing"],
 )
 def test_rows_are_taken_by_position_whatever_the_collection(kind, rows):

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
+from dasksc.storage.arrays import UnknownLayoutError
 from dasksc.storage.chunked import ChunkTable
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.reader import BlockReader
@@ -96,6 +97,9 @@ def _fill(table: ChunkTable, grid: tuple[int, ...], tree: _Tree) -> None:
 
 def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Dataset) -> None:
     chunks = dataset.chunks
+    first, *others = dataset.maxshape
+    if first is not None and None in others:
+        raise UnknownLayoutError("HDF5 reports wrong positions of chunks if only a later axis is unlimited")
 
     def note(chunk: Any) -> None:
         number = 0

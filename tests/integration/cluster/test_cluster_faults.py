@@ -43,11 +43,7 @@ def values(batches: Iterable[torch.Tensor]) -> list[list[list[float]]]:
 
 def local(n_workers: int, **options: Any) -> distributed.LocalCluster:
     return distributed.LocalCluster(
-        n_workers=n_workers,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        silence_logs=logging.CRITICAL,
-        **options,
+        n_workers=n_workers, threads_per_worker=1, dashboard_address=":0", silence_logs=logging.CRITICAL, **options
     )
 
 

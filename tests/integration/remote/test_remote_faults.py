@@ -96,8 +96,7 @@ def test_permanent_errors_of_a_server_are_named(
 
 # Files and stores, each with both signs of a change: ETag and modification time.
 @pytest.mark.parametrize(
-    ("name", "etags"),
-    [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],
+    ("name", "etags"), [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)]
 )
 def test_an_object_that_was_replaced_is_refused(tmp_path: Path, name: str, etags: bool) -> None:
     layout, _, format = name.removesuffix(".zarr").partition(".")

@@ -71,9 +71,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "hybrid_of_one_copy": {"training__fsdp": {"sharding_strategy": "HYBRID_SHARD", "min_num_params": 300}},
     "offloaded": {"training__fsdp": {"cpu_offload": True}},
     "ddp_checkpointing_activations": {"training__activation_checkpointing": True},
-    "fsdp_checkpointing_activations": {
-        "training__fsdp": {"activation_checkpointing": True, "min_num_params": 300},
-    },
+    "fsdp_checkpointing_activations": {"training__fsdp": {"activation_checkpointing": True, "min_num_params": 300}},
 }
 ACCUMULATING: dict[str, dict[str, Any]] = {
     "ddp_accumulating": {"training__gradient_accumulation": 5},

@@ -46,8 +46,7 @@ def epochs(path) -> list[list[tuple[int, ...]]]:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 # Each layout is combined with workers and with none, and each prefetch factor with one layout.
 @pytest.mark.parametrize(
-    ("num_workers", "prefetch_factor", "layout"),
-    [(0, None, "dense"), (0, None, "csr"), (2, 1, "csr"), (2, 8, "dense")],
+    ("num_workers", "prefetch_factor", "layout"), [(0, None, "dense"), (0, None, "csr"), (2, 1, "csr"), (2, 8, "dense")]
 )
 def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, prefetch_factor, layout):
     loader = DataLoader(

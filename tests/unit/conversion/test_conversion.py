@@ -160,10 +160,7 @@ def test_duplicates_are_summed_before_they_are_narrowed(tmp_path, stored, values
     np.testing.assert_array_equal(got.X.toarray().astype(object), expected)
 
 
-@pytest.mark.parametrize(
-    ("n_vars", "expected"),
-    [(256, "uint8"), (65_536, "uint16"), (65_537, "int32")],
-)
+@pytest.mark.parametrize(("n_vars", "expected"), [(256, "uint8"), (65_536, "uint16"), (65_537, "int32")])
 def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_takes_it(tmp_path, n_vars, expected):
     X = sp.csr_matrix(([1.0, 2.0, 3.0], ([0, 0, 1], [0, 7, n_vars - 1])), shape=(2, n_vars))
     obs, var = pd.DataFrame(index=["a", "b"]), pd.DataFrame(index=[f"g{i}" for i in range(n_vars)])
@@ -451,12 +448,7 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
 # Arrays in which AnnData stores each kind of column, and the name of the column in the error.
 @pytest.mark.parametrize(
     ("array", "named"),
-    [
-        ("text", "text"),
-        ("kind/categories", "kind"),
-        ("whole/values", "whole"),
-        ("_index", "the names of the cells"),
-    ],
+    [("text", "text"), ("kind/categories", "kind"), ("whole/values", "whole"), ("_index", "the names of the cells")],
 )
 def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, named, monkeypatch):
     from dasksc.conversion import tables

@@ -222,11 +222,7 @@ def test_every_callback_fires_for_every_fetch(scheduler: str) -> None:
         return callback
 
     bar = io.StringIO()
-    with (
-        Callback(**{name: count(name) for name in fired}),
-        Profiler() as profiler,
-        ProgressBar(dt=0.001, out=bar),
-    ):
+    with Callback(**{name: count(name) for name in fired}), Profiler() as profiler, ProgressBar(dt=0.001, out=bar):
         values = list(Window(double, range(200), name="w", depth=8, scheduler=scheduler, n_threads=4))
     assert values == [(k, 2 * k) for k in range(200)]
     assert fired == dict.fromkeys(fired, 200)

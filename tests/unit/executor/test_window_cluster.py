@@ -68,9 +68,7 @@ def test_a_window_that_is_left_early_leaves_nothing_behind(client: distributed.C
     assert eventually(lambda: nothing_is_left(client))
 
 
-def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
-    two_process_client: distributed.Client,
-) -> None:
+def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(two_process_client: distributed.Client) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="pickle"):
         Window(lambda k: lock, range(3), name="w", depth=2, scheduler=two_process_client)
@@ -87,10 +85,7 @@ def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: dis
 
 
 def test_an_address_without_a_scheduler_is_refused() -> None:
-    with (
-        dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
-        pytest.raises(InputError, match="9"),
-    ):
+    with dask.config.set({"distributed.comm.timeouts.connect": "200ms"}), pytest.raises(InputError, match="9"):
         resolve_scheduler("tcp://127.0.0.1:9")
 
 

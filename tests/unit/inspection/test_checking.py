@@ -31,8 +31,7 @@ def dataset(data, strategy=None, **options) -> scDataset:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "equal_ranks", "drop_last"),
-    [(1, True, True), (3, False, True), (3, True, True), (4, True, False)],
+    ("world_size", "equal_ranks", "drop_last"), [(1, True, True), (3, False, True), (3, True, True), (4, True, False)]
 )
 def test_the_report_equals_what_every_rank_yields(path, world_size, equal_ranks, drop_last):
     sizes = {"equal_ranks": equal_ranks, "drop_last": drop_last}

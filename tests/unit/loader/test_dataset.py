@@ -158,12 +158,7 @@ def test_genes_keeps_columns_in_the_order_asked_for(adata, path, genes, layout):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (None, torch.float32),
-        (torch.float16, torch.float16),
-        (">i4", torch.int32),
-    ],
+    ("dtype", "expected"), [(None, torch.float32), (torch.float16, torch.float16), (">i4", torch.int32)]
 )
 def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
     for layout in ("dense", "csr"):

@@ -16,12 +16,7 @@ from anndata import AnnData
 
 import dasksc
 import dasksc.loader.projection
-from dasksc import (
-    ClassBalancedSampling,
-    InputError,
-    Streaming,
-    scDataset,
-)
+from dasksc import ClassBalancedSampling, InputError, Streaming, scDataset
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
 

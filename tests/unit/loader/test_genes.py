@@ -167,10 +167,7 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
     [
         ({"genes": ["a"]}, r"var_names repeats \['a'\].*genes_repeated='sum'"),
         ({"genes": ["c", "x", "y"]}, "var_names.*'x'.*genes_missing='zero'"),
-        (
-            {"genes": ["x", "y"], "genes_missing": "zero"},
-            "var_names.*'a'.*'b'",
-        ),
+        ({"genes": ["x", "y"], "genes_missing": "zero"}, "var_names.*'a'.*'b'"),
         ({"genes": ["E2"], "genes_key": "kez"}, "var.*'kez'.*'key'"),
         ({"genes": ["c", "d", "c"]}, "genes=.*'c'"),
         ({"genes": ["c"], "genes_missing": "zeros"}, "genes_missing.*'error'.*'zero'"),

@@ -96,9 +96,7 @@ def epoch(path: Path, group: Cgroup | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("out of core")
-def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
-    atlas_of: Callable[..., Path],
-) -> None:
+def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(atlas_of: Callable[..., Path]) -> None:
     atlas = atlas_of(N_ATLAS, 20_000)
     expected = epoch(atlas)
     assert expected["is_mapped"]

@@ -211,14 +211,8 @@ def test_an_epoch_can_be_stopped_three_times_and_resumed_elsewhere(data):
     [
         ({"n": 104}, "n_obs.*104.*103"),
         ({"strategy": BlockShuffling(5)}, "block_size"),
-        (
-            {"strategy": BlockShuffling(4, drop_last=True)},
-            "drop_last.*strategy",
-        ),
-        (
-            {"strategy": BlockShuffling(4, indices=np.arange(9))},
-            "indices.*ndarray.*dtype=int64",
-        ),
+        ({"strategy": BlockShuffling(4, drop_last=True)}, "drop_last.*strategy"),
+        ({"strategy": BlockShuffling(4, indices=np.arange(9))}, "indices.*ndarray.*dtype=int64"),
         ({"strategy": Streaming()}, "strategy.*BlockShuffling"),
         ({"seed": 8}, "seed"),
         ({"drop_last": True}, "drop_last"),

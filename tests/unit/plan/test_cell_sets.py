@@ -155,11 +155,7 @@ def test_ranks_share_the_sets_of_an_epoch(
         assert len({len(rank) for rank in ranks}) == 1
 
 
-@given(
-    **SHAPES,
-    then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])),
-    data=st.data(),
-)
+@given(**SHAPES, then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])), data=st.data())
 def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
     replace: bool,
     drop_last: bool,

@@ -30,12 +30,7 @@ from tests.support.recorders import recorded_reads
 pytestmark = pytest.mark.core
 
 # Every type of values and every type of indices, but not every pair, since each pair takes time to compile.
-DTYPES = [
-    ("float32", "int32"),
-    ("float64", "int64"),
-    ("uint16", "uint32"),
-    ("bool", "uint16"),
-]
+DTYPES = [("float32", "int32"), ("float64", "int64"), ("uint16", "uint32"), ("bool", "uint16")]
 
 
 @contextmanager

@@ -18,10 +18,7 @@ import zarr
 import dasksc
 from dasksc.errors import CorruptDataError, FetchError, InputError
 from dasksc.pushdown import gather_block, matrix_of
-from tests.support.data import (
-    dense,
-    write_store,
-)
+from tests.support.data import dense, write_store
 
 pytestmark = pytest.mark.core
 
