@@ -390,6 +390,7 @@ def test_cells_that_agree_in_several_columns_lie_together(tmp_path, order):
     written = ad.read_zarr(tmp_path / "out.zarr")
     n_missing = int(source.obs.line.isna().sum())
     assert written.obs.line[-n_missing:].isna().all()
+    assert written.obs.gene[-n_missing:].tolist() == sorted(written.obs.gene[-n_missing:])
     keys = list(zip(written.obs.line[:-n_missing], written.obs.gene[:-n_missing], strict=True))
     assert keys == sorted(keys, key=lambda key: ("yx".index(key[0]), key[1]))
     places = [source.obs_names.get_loc(name) for name in written.obs_names]

@@ -12,8 +12,11 @@ import threading
 
 import dask
 import distributed
+import numpy as np
 import pytest
+from anndata import AnnData
 
+from dasksc import scDataset
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
@@ -87,6 +90,16 @@ def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: dis
 def test_an_address_without_a_scheduler_is_refused() -> None:
     with dask.config.set({"distributed.comm.timeouts.connect": "200ms"}), pytest.raises(InputError, match="9"):
         resolve_scheduler("tcp://127.0.0.1:9")
+
+
+def test_a_client_that_is_closed_within_an_epoch_is_a_failed_fetch() -> None:
+    with distributed.Client(processes=False, n_workers=1, threads_per_worker=1, dashboard_address=":0") as own:
+        data = AnnData(np.eye(99, dtype=np.float32))
+        batches = iter(scDataset(data, "shuffle", 2, 2, seed=0, scheduler=own, prefetch=1))
+        next(batches)
+        own.close()
+        with pytest.raises(FetchError, match="fetch"):
+            list(batches)
 
 
 def test_a_closed_client_is_refused_by_the_address_of_its_cluster() -> None:

@@ -94,6 +94,17 @@ def test_loading_then_iter_then_set_epoch_then_next_keeps_the_place():
     assert next(resumed).tolist() == next(iterator).tolist()
 
 
+def test_the_end_of_an_iterator_does_not_move_the_place_of_another():
+    one = dataset()
+    for _ in zip(one, one, strict=False):  # epochs 0 and 1
+        pass
+    again = dataset()
+    again.load_state_dict(one.state_dict())
+    assert list(again) == []  # epoch 1 is over
+    assert len(list(again)) == len(one)
+    assert again.stats()["epoch"] == one.plan().epoch == 2
+
+
 def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     one = dataset()
     list(islice(iter(one), 4))

@@ -83,6 +83,24 @@ def test_ranks_in_different_epochs_stop_before_the_first_batch():
     assert "rank 0 reads epoch 0 and rank 1 reads epoch 5" in str(error)
 
 
+def test_ranks_at_different_places_of_an_epoch_stop_before_the_first_batch():
+    alone = rank_of(0, 1, HashStore())
+    next(iter(alone))
+    state, both = alone.state_dict(), Barrier(2)
+
+    def act(rank, store):
+        one = rank_of(rank, 2, store)
+        if rank:
+            one.load_state_dict(state)
+            both.wait()
+            return list(one)
+        next(batches := iter(one))
+        both.wait()
+        return list(batches)
+
+    assert "position" in str(raised(on_ranks(2, act)))
+
+
 @pytest.mark.parametrize(("n_batches", "expected"), [(3, "stopped it after 3"), (None, "read it to the end")])
 def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, expected, caplog):
     both = Barrier(2)
@@ -116,9 +134,10 @@ def test_groups_do_not_read_each_others_keys_in_the_store():
     assert first != others[0]
 
 
-def test_all_groups_of_a_size_agree_on_the_seed_of_each_data_set():
+@pytest.mark.parametrize("size", [1, 2])  # a group of one rank has tensor-parallel peers
+def test_all_groups_of_a_size_agree_on_the_seed_of_each_data_set(size):
     def act(rank, store):
-        groups = [Agreement(World(rank % 2, 2, group=f"group {rank // 2}"), store) for _ in range(2)]
+        groups = [Agreement(World(rank % size, size, group=f"group {rank // size}"), store) for _ in range(2)]
         return [agreement.seed(10 * rank + i) for i, agreement in enumerate(groups)]
 
     seeds = on_ranks(4, act)

@@ -26,7 +26,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import decoding
 from dasksc.kernels.decoding import decode_lzf
 from dasksc.storage import Matrix, open_matrix
-from dasksc.storage.codecs import Chain, Codec, Crc32c, Deflate, H5Lzf, Zstd, codec_of_config, zstd
+from dasksc.storage.codecs import Blosc, Chain, Codec, Crc32c, Deflate, H5Lzf, Zstd, codec_of_config, zstd
 from tests.support.data import lzf, rows_of
 
 pytestmark = pytest.mark.core
@@ -134,10 +134,18 @@ def test_a_decoded_part_equals_that_of_the_whole_and_another_length_is_refused(c
             chain.decode(content, shape=(length,), skipped=0, rows=(0, 10))
 
 
-@pytest.mark.parametrize("codec", [Deflate(wbits=15), Deflate(wbits=31), Zstd()], ids=["zlib", "gzip", "zstd"])
-def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
+@pytest.mark.parametrize(
+    ("codec", "encode"),
+    [
+        (Deflate(wbits=15), zlib.compress),
+        (Deflate(wbits=31), gzip.compress),
+        (Zstd(), zstd_chunk),
+        (Blosc(), blosc_chunk),
+    ],
+    ids=["zlib", "gzip", "zstd", "blosc"],
+)
+def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec, encode: Callable[[bytes], bytes]) -> None:
     crc = numcodecs.CRC32()
-    encode = {15: zlib.compress, 31: gzip.compress}.get(getattr(codec, "wbits", 0), zstd_chunk)
     chain = Chain(codecs=(codec_of_config(crc.get_config()), codec), dtype=np.dtype(np.int32))
     stored = encode(crc.encode(VALUES).tobytes())
     np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=(5, 9)), VALUES[5:9])
