@@ -151,6 +151,8 @@ def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str]
     elif not isinstance(table, pd.DataFrame):
         raise InputError(f"{_A_TABLE}; got a {type(table).__name__}")
     require_key("the table of files", files, table.columns)
+    if not table.columns.is_unique:
+        raise InputError(f"the table of files repeats the column {table.columns[table.columns.duplicated()][0]!r}")
     if where is not None:
         table = table[holds(where, table)]
         if table.empty:
