@@ -110,7 +110,10 @@ def atlas_of(shared_folder: Path) -> Callable[..., Path]:
         name = "-".join(map(str, [*args, *(f"{key}{value}" for key, value in sorted(options.items()))]))
         path, mine = shared_folder / f"atlas-{name}.h5ad", shared_folder / f"atlas-{name}.{os.getpid()}.h5ad"
         if not path.exists():
-            make_atlas(mine, *args, **options).rename(path)
+            make_atlas(mine, *args, **options)
+            with contextlib.suppress(FileExistsError):
+                os.link(mine, path)  # a rename would replace the file of another worker, which a test may be reading
+            mine.unlink()
         return path
 
     return made

@@ -170,8 +170,8 @@ def open(
     Examples
     --------
     >>> adata = dasksc.open("atlas.h5ad")
-    >>> adata.shape, type(adata.X).__name__
-    ((2000, 300), 'Array')
+    >>> adata.shape, adata.X.chunks
+    ((2000, 300), ((2000,), (300,)))
     >>> plates = dasksc.open("plates/*.h5ad", join="outer", label="plate")
     >>> plates.shape
     (600, 300)
