@@ -87,9 +87,9 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         # An archive cannot replace members, as AnnData does while it writes.
         members: dict[str, Any] = {}
         root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
-        index = adata.obs.index.astype(str)
-        tables = {f"obsm/{name}": table.set_axis(index) for name, table in tables.items()}
-        tables |= {"obs": adata.obs.set_axis(index), "var": adata.var}
+        cells = adata.obs.index.astype(str)
+        tables = {f"obsm/{name}": table.set_axis(cells) for name, table in tables.items()}
+        tables |= {"obs": adata.obs.set_axis(cells), "var": adata.var}
         tables |= {} if adata.raw is None else {"raw/var": adata.raw.var}
         types: dict[str, dict[str, str]] = {}
         write_elem(root, "obsm", {})

@@ -242,5 +242,5 @@ def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str
     """Call a class with arguments of a section of the configuration, which errors name."""
     try:
         return make(**arguments)
-    except Exception as error:  # of any type, as torch raises RuntimeError and IndexError
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:  # torch raises all of these
         raise InputError(f"{what}: {error}") from error

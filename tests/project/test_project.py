@@ -190,5 +190,6 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_kernels_are_serial_and_release_the_gil():
     # numba is imported in kernels only, which `lint-imports` checks, too.
     for path in (PACKAGE / "kernels").glob("*.py"):
-        how = re.findall(r"\b(?:n?jit|vectorize|stencil|prange|parallel)\(.*", path.read_text())
+        compiled = r"@(?:numba\.)?(?:n?jit|vectorize|stencil)\b.*|\b(?:n?jit|vectorize|stencil|prange|parallel)\(.*"
+        how = re.findall(compiled, path.read_text())
         assert how == (["njit(nogil=True)(function)"] if path.stem == "compiled" else []), path
