@@ -53,7 +53,7 @@ def main() -> None:
         start = time.perf_counter()
         n_cells = sum(len(batch) for batch in dataset)
         speed = n_cells / (time.perf_counter() - start)
-        n_workers = len(client.scheduler_info()["workers"])
+        n_workers = len(client.ncores())
         print(f"{n_cells} cells from {n_workers} Slurm jobs, {speed:,.0f} cells/s", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless.
 
-Programs that mostly start other processes (predict, cluster, out_of_core, overlap, soak) run before a release only.
+Programs that mostly start other processes (files, predict, cluster, out_of_core, overlap, soak) run before a release only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ OPTIONS = {
     "summaries": ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3"],
     "augmentation": [*SIZES, *QUICK[:4]],
     "convert": [*SIZES, *QUICK],
-    "files": [*SIZES, *QUICK, "--small-files", "12", "--layouts", "csr"],
     "epochs": [*SIZES, *QUICK, "--short", "150", "--layouts", "csr"],
     "plans": ["--rows", "40000", "--repeats", "1", "--cases", "blocks", "balanced"],
 }
