@@ -26,7 +26,7 @@ from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import AnnDataView
-from dasksc.batches.batch import BatchMaker, Categories, is_obsm, torch_dtype
+from dasksc.batches.batch import BatchMaker, Categories, is_obsm, tensor_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
@@ -184,7 +184,7 @@ class MatrixSource(Source):
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not is_obsm(name)}
         if spec.expand == "auto":
-            itemsizes = {name: torch_dtype(self._dtype_of(one)).itemsize for name, one in sparse.items()}
+            itemsizes = {name: self._dtype_of(one).itemsize for name, one in sparse.items()}
             return frozenset(name for name, one in sparse.items() if 2 * one.cost.row <= one.shape[1] * itemsizes[name])
         if not sparse:
             raise InputError(
@@ -194,7 +194,7 @@ class MatrixSource(Source):
         return frozenset(sparse)
 
     def _dtype_of(self, matrix: Matrix) -> np.dtype[Any]:
-        return matrix.dtype if self.maker.dtype is None else self.maker.dtype
+        return tensor_dtype(matrix.dtype) if self.maker.dtype is None else self.maker.dtype
 
     def batch_row_bytes(self, expanded: frozenset[str]) -> tuple[float, int]:
         """Return the memory that each row of a batch takes in this process, and in matrices expanded on the device."""
@@ -202,7 +202,7 @@ class MatrixSource(Source):
         expanded_bytes = 0
         for name, matrix in self.matrices.items():
             dtype = self._dtype_of(matrix)
-            itemsize = torch_dtype(dtype).itemsize
+            itemsize = dtype.itemsize
             columns = self.maker.columns.get(name)
             n_columns = matrix.shape[1] if columns is None else len(columns)
             if name in expanded:
