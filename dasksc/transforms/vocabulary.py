@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
-import pickletools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.checks import some, whole_number
+from dasksc.checks import is_whole, some, whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 
 __all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary", "names_of"]
@@ -23,14 +23,6 @@ PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
 
 PICKLES = (".pkl", ".pickle")
 """Suffixes of pickled vocabulary files."""
-
-_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-# Opcodes in the pickle of a dict that maps names to numbers, in any protocol. None of them imports or calls anything.
-_PLAIN = _MEMO | {
-    *("PROTO", "FRAME", "MARK", "STOP", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "EMPTY_DICT", "DICT"),
-    *("SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1"),
-}
 
 Missing: TypeAlias = Literal["error", "drop"]
 
@@ -151,26 +143,27 @@ class Vocabulary:
         return ids
 
 
+class _PlainUnpickler(pickle._Unpickler):
+    """Unpickler of plain types: it imports nothing, so that it has nothing to call."""
+
+    # The unpickler in C would allocate as many entries as the largest index of its memo, which could exhaust memory.
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it also holds {module}.{name}")
+
+
 def _unpickled(path: Path) -> dict[str, int]:
     """Unpickle a dict of ids by name. Raise an error for other content, because unpickling may execute code."""
     content = path.read_bytes()
     what = f"{path} must hold a pickled dict that maps names (strings) to ids (whole numbers)"
     try:
-        for opcode, argument, _ in pickletools.genops(content):
-            # When a pickle stores an object at index i of the memo, the unpickler allocates at least i entries, so a
-            # large index could exhaust memory.
-            if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
-                raise InputError(
-                    f"{what}; it also holds other data (pickle opcode {opcode.name}), so it is not loaded. If you "
-                    "trust it, load it yourself, and give Vocabulary({str(name): int(i) for name, i in ids.items()})"
-                )
-        ids = pickle.loads(content)
-    except (ValueError, IndexError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{what}; it cannot be read: {error}") from error
-    if not isinstance(ids, dict) or not all(isinstance(name, str) for name in ids):
-        raise InputError(f"{what}; got a {type(ids).__name__}")
+        ids = _PlainUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # damaged bytes may raise any error
+        raise InputError(
+            f"{what}, and is not loaded: {error}. If you trust it, load it yourself, and give "
+            "Vocabulary({str(name): int(i) for name, i in ids.items()})"
+        ) from error
+    if not isinstance(ids, dict) or not all(isinstance(name, str) and is_whole(i) for name, i in ids.items()):
+        raise InputError(f"{what}; got {ids!r:.100}")
     return ids
 
 
