@@ -102,16 +102,11 @@ class ShardWriter:
 
     def append(self, rows: NDArray[Any]) -> None:
         """Append rows, which are cast to the type of the array."""
-        done = 0
-        while done < len(rows):
-            n = min(len(rows) - done, len(self._chunk) - self._n_held)
-            part = rows[done : done + n]
-            done += n
-            if n == len(self._chunk):  # not copied
-                self._write_chunk(np.ascontiguousarray(part, dtype=self._chunk.dtype))
-                continue
-            self._chunk[self._n_held : self._n_held + n] = part
+        while len(rows):
+            n = min(len(rows), len(self._chunk) - self._n_held)
+            self._chunk[self._n_held : self._n_held + n] = rows[:n]
             self._n_held += n
+            rows = rows[n:]
             if self._n_held == len(self._chunk):
                 self._write_chunk(self._chunk)
 
