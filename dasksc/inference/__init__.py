@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dask.array as da
-import numpy as np
 import torch
 from dask.base import tokenize
 from numpy.typing import NDArray
@@ -101,7 +100,7 @@ def predict(
         If True, predict all cells again, and replace existing keys and unfinished predictions. With several ranks, this
         requires a process group.
     nan
-        ``"error"`` refuses NaN. ``"report"`` writes it, and counts it in the report.
+        ``"error"`` refuses NaN. ``"report"`` writes it, reads the predictions again, and counts it in the report.
     progress
         If True, show a progress bar with cells per second (requires tqdm).
     batch_size
@@ -199,12 +198,8 @@ def predict(
         elapsed_s=elapsed_s,
         cells_per_s=n_predicted / elapsed_s,
         is_complete=bool(found),
-        outputs=Report({key: f"{one.shape} {one.dtype}" for key, one in found.items()}),
-        nan_cells=[
-            Report(output=key, n_cells=one.n_nan, first=store.named(one.nan_rows))
-            for key, one in found.items()
-            if one.n_nan
-        ],
+        outputs=Report(found),
+        nan_cells=[one for key in found if (one := store.nan_cells(key))] if nan == "report" else [],
     )
 
 
@@ -240,16 +235,15 @@ class _Share:
                         n = min(batch_size, store.n_obs - start)
                         arrays = outputs.arrays(returned, n)
                         described = outputs.described(arrays)
-                        with_nan = nan_rows(arrays)
-                        if with_nan and nan == "error":
-                            raise self._nan_error(with_nan, start)
+                        if nan == "error":
+                            self._check_nan(arrays, start)
                         if not has_begun:
                             store.check_keys(described, overwrite=overwrite)
                     if not has_begun:
                         ranks.gather("begun", "begun")  # if the first batch fails on any rank, nothing is written
                         has_begun = True
                     if start is not None:
-                        if writer.write(start, arrays, described, with_nan):
+                        if writer.write(start, arrays, described):
                             ranks.check()
                         advance(n, label)
             writer.flush()
@@ -271,14 +265,15 @@ class _Share:
         for _ in range(n_calls - n):
             yield None, batch
 
-    def _nan_error(self, nan: Mapping[str, NDArray[np.int64]], start: int) -> InputError:
-        name, rows = next(iter(nan.items()))
-        named = self._store.named([start + int(row) for row in rows[:5]])
-        cells = ", ".join(f"{row} ({cell})" if cell else str(row) for row, cell in named)
-        return InputError(
-            f"the model returned NaN in {name!r} for {len(rows):,} cells of a batch: rows {cells}. Look for NaN in the "
-            "data or in the parameters, or allow NaN with nan='report' (--nan report)"
-        )
+    def _check_nan(self, arrays: Mapping[str, NDArray[Any]], start: int) -> None:
+        for name, array in arrays.items():
+            if len(rows := nan_rows(array)):
+                named = self._store.named([start + int(row) for row in rows[:5]])
+                cells = ", ".join(f"{row} ({cell})" if cell else str(row) for row, cell in named)
+                raise InputError(
+                    f"the model returned NaN in {name!r} for {len(rows):,} cells of a batch: rows {cells}. Look for "
+                    "NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
+                )
 
 
 def _store_of(dataset: scDataset, outputs: Outputs, path: Path) -> PredictionStore:

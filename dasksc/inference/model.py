@@ -200,13 +200,9 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
     )
 
 
-def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
-    """Return the rows with NaN by output; outputs without NaN are left out."""
-    found = {}
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            found[name] = np.flatnonzero(np.isnan(array).reshape(len(array), -1).any(axis=1))
-    return found
+def nan_rows(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the rows with NaN."""
+    return np.flatnonzero(np.isnan(array).reshape(len(array), -1).any(axis=1))
 
 
 def check_categories(categories: Any) -> dict[str, list[Any]]:

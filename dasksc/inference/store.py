@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import zarr
@@ -24,35 +24,27 @@ from anndata.io import write_elem
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError, StorageError
-from dasksc.inference.model import Output, check_same
+from dasksc.inference.model import Output, check_same, nan_rows
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
+from dasksc.inspection.report import Report
 from dasksc.output import shards
-from dasksc.output.work_folder import WorkFolder, as_anndata_writes, atomic_path, is_node, remove_leftovers
+from dasksc.output.work_folder import WorkFolder, as_anndata_writes, is_node, remove_leftovers
 
-__all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
+__all__ = ["COMPLETE", "NEW", "PredictionStore", "ShardWriter"]
 
 COMPLETE, NEW = "complete", "new"
-# Attributes of each array: the options of the call with the name of its run, and the rows with NaN.
-_ATTRIBUTE, _NAN = "dasksc-predicted", "dasksc-nan"
+# Attribute of each array: the options of the call with the name of its run.
+_ATTRIBUTE = "dasksc-predicted"
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _CATEGORICAL = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
 _LEAST_ROWS = 2**12
 _MOST_ROWS = 2**16
 _UNITS = 64
 _CHUNK_BYTES = 2**18
-# Total size, in bytes, at which the batches held in memory are written together.
+# Total size, in bytes, at which the batches held in memory are written together; rows are read again in such pieces.
 _HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
-
-
-class Element(NamedTuple):
-    """Published predictions: shape and type of the array, number of rows with NaN, and the first of these rows."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    n_nan: int
-    nan_rows: list[int]
 
 
 def _unit_rows(n_obs: int, batch_size: int) -> int:
@@ -157,7 +149,7 @@ class PredictionStore(WorkFolder):
         return [Output(name=name, width=n, dtype=dtype, labels=labels.get(name)) for name, n, dtype in begun["outputs"]]
 
     def _create(self, one: Output) -> None:
-        own: dict[str, Any] = {_ATTRIBUTE: self.plan | {"run": self._run}, _NAN: [0, []]}
+        own: dict[str, Any] = {_ATTRIBUTE: self.plan | {"run": self._run}}
         if one.labels is not None:
             group = zarr.create_group(self._store / one.key, attributes=_CATEGORICAL | own)
             write_elem(group, "categories", np.array(one.labels))
@@ -198,14 +190,6 @@ class PredictionStore(WorkFolder):
             writers = [stack.enter_context(shards.shard_writer(self._array(one), k)) for one in outputs]
             return writers, stack.pop_all()
 
-    def finish_shards(self, k: int, stack: contextlib.ExitStack, nan: Mapping[str, tuple[int, list[int]]]) -> None:
-        """Complete the shards of a unit, whose rows have been written."""
-        with self.explaining():
-            if nan:
-                with atomic_path(self.folder / "nan" / f"{k}.json") as note:
-                    note.write_text(json.dumps(nan))
-            stack.close()
-
     @contextlib.contextmanager
     def keeping_only_shards(self, writer: ShardWriter) -> Iterator[None]:
         """After an error, remove unfinished shards, and the work folder if no rank has written a shard."""
@@ -236,7 +220,6 @@ class PredictionStore(WorkFolder):
             self.check_keys(self.outputs, overwrite=overwrite)
             found = self.found()
             written = [one for one in self.outputs if one.key not in found]  # others were renamed before a kill
-            self._record_nan(written)
             remove_leftovers(self._store)
             columns = [one.name for one in self.outputs if one.width is None]
             if is_node(self.target):
@@ -247,29 +230,32 @@ class PredictionStore(WorkFolder):
             with contextlib.suppress(OSError):  # another process may be waiting for the lock; it removes the folder
                 self.remove()
 
-    def _record_nan(self, outputs: list[Output]) -> None:
-        notes = sorted((self.folder / "nan").glob("*.json"), key=lambda path: int(path.stem))
-        found = [json.loads(note.read_text()) for note in notes]
-        for one in outputs:
-            own = [note[one.name] for note in found if one.name in note]
-            rows = [row for _, rows in own for row in rows][:_NAMED]
-            zarr.open(self._store / one.key, mode="r+").attrs[_NAN] = [sum(n for n, _ in own), rows]
-
-    def found(self) -> dict[str, Element]:
-        """Return the published predictions of this run, or of any run with these options if it has no name yet."""
+    def found(self) -> dict[str, str]:
+        """Return shape and type of the predictions of this run, or of any with these options if it has no name yet."""
         found = {}
         for folder in (file.parent for group in ("obsm", "obs") for file in (self.target / group).glob("*/zarr.json")):
             attributes = metadata_of(folder).get("attributes", {})
             made = attributes.get(_ATTRIBUTE)
             if isinstance(made, dict) and made == self.plan | {"run": self._run or made.get("run")}:
                 array = metadata_of(folder / "codes") or metadata_of(folder)
-                key = f"{folder.parent.name}/{folder.name}"
-                found[key] = Element(tuple(array["shape"]), array["data_type"], *attributes[_NAN])
+                found[f"{folder.parent.name}/{folder.name}"] = f"{tuple(array['shape'])} {array['data_type']}"
         return found
 
     def is_complete(self) -> bool:
         """Return True if the predictions are published, and no process that was killed left a part of them."""
         return bool(self.found()) and not (self._store.exists() and self._is_same(self.read_plan()))
+
+    def nan_cells(self, key: str) -> Report | None:
+        """Return the number of cells with NaN in published predictions and the first of these, or None."""
+        array = zarr.open(self.target / key, mode="r")
+        if isinstance(array, zarr.Group):  # codes of labels
+            return None
+        step = max(1, _HELD_BYTES // (array.dtype.itemsize * math.prod(array.shape[1:])))
+        n_cells, first = 0, list[int]()
+        for start in range(0, self.n_obs, step):
+            rows = nan_rows(np.asarray(array[start : start + step]))
+            n_cells, first = n_cells + len(rows), [*first, *(start + rows[:_NAMED]).tolist()][:_NAMED]
+        return Report(output=key, n_cells=n_cells, first=self.named(first)) if n_cells else None
 
     def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
         """Return rows with the names of their cells; names are empty if the cells have none."""
@@ -292,46 +278,35 @@ class ShardWriter:
         self._held_bytes = 0
         self._writers: list[shards.ShardWriter] = []
         self._stack = contextlib.ExitStack()
-        self._nan: dict[str, tuple[int, list[int]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-shards")
         self._writing: Future[None] | None = None
 
-    def write(
-        self,
-        start: int,
-        arrays: Mapping[str, NDArray[Any]],
-        outputs: list[Output],
-        nan: Mapping[str, NDArray[np.int64]],
-    ) -> bool:
+    def write(self, start: int, arrays: Mapping[str, NDArray[Any]], outputs: list[Output]) -> bool:
         """Write the predictions of the batch that begins at row `start`; return True if it is the last of a unit."""
         n_rows = len(next(iter(arrays.values())))
         check_same(self._outputs or outputs, outputs, f"cells {start} to {start + n_rows - 1}")
         self._outputs = outputs
         self._held.append({name: array.copy() for name, array in arrays.items()})  # a model may reuse the memory
         self._held_bytes += sum(array.nbytes for array in arrays.values())
-        for name, rows in nan.items():
-            n, first = self._nan.get(name, (0, []))
-            self._nan[name] = (n + len(rows), [*first, *(start + rows[:_NAMED]).tolist()][:_NAMED])
         k = start // self._store.unit_rows
         is_last = start + n_rows == self._store.rows(k)[1]
         if is_last or self._held_bytes >= _HELD_BYTES:
             self.flush()
-            self._writing = self._thread.submit(self._write, k, self._held, self._nan if is_last else None)
+            self._writing = self._thread.submit(self._write, k, self._held, is_last=is_last)
             self._held, self._held_bytes = [], 0
-            self._nan = {} if is_last else self._nan
         return is_last
 
-    def _write(self, k: int, batches: list[Mapping[str, NDArray[Any]]], nan: Mapping[str, Any] | None) -> None:
-        """Append batches to the shards of a unit, and complete the shards if `nan` is given."""
+    def _write(self, k: int, batches: list[Mapping[str, NDArray[Any]]], *, is_last: bool) -> None:
+        """Append batches to the shards of a unit, and complete the shards after the last ones."""
         if not self._writers:
             self._writers, self._stack = self._store.open_shards(k, self._outputs)
         with self._store.explaining():
             for one, writer in zip(self._outputs, self._writers, strict=True):
                 for arrays in batches:
                     writer.append(arrays[one.name])
-        if nan is not None:
-            self._store.finish_shards(k, self._stack, nan)
-            self._writers = []
+            if is_last:
+                self._stack.close()
+                self._writers = []
 
     def flush(self) -> None:
         """Wait until the batches passed to the thread are written."""
