@@ -40,7 +40,6 @@ from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of, token_of
 from dasksc.readers.names import names_in_pieces
-from dasksc.storage import is_url
 from dasksc.transforms import Transforms
 
 __all__ = ["predict"]
@@ -287,9 +286,7 @@ def _store_of(dataset: scDataset, outputs: Outputs, path: Path) -> PredictionSto
         "data": _token_of(source),
         "hooks": {name: brief(hook) for name in _HOOKS if (hook := getattr(dataset, name)) is not None},
     }
-    atlas = getattr(collection, "path", None)
-    is_source = atlas is not None and not is_url(atlas) and os.path.realpath(atlas) == os.path.realpath(path)
-    return PredictionStore(path, plan, names=lambda: _names_of(collection), is_source=is_source)
+    return PredictionStore(path, plan, names=lambda: _names_of(collection))
 
 
 def _token_of(source: Any) -> str:

@@ -130,14 +130,12 @@ def metadata_of(folder: Path) -> dict[str, Any]:
     return metadata
 
 
-def require_same_cells(store: Path, n_obs: int, names: Names | None) -> None:
-    """Refuse an existing store whose cells differ in number from those of the atlas, or in their names, if given."""
+def require_same_cells(store: Path, n_obs: int, names: Names) -> None:
+    """Refuse an existing store whose cells differ in number from those of the atlas, or in their names."""
     with opened(str(store), OpenOptions(has_names=False)) as found:
         n_stored = len(found.table("obs", []))
         if n_stored != n_obs:
             raise InputError(f"{store} has {n_stored} cells, but the atlas has {n_obs}; give another out=")
-        if names is None:
-            return
         pieces, digest = names(), names_digest_of(found)
     if pieces is not None and digest is not None and digest_names(pieces) != digest:
         raise InputError(

@@ -56,7 +56,7 @@ def _unit_rows(n_obs: int, batch_size: int) -> int:
 class PredictionStore(WorkFolder):
     """Predictions of an atlas with the options in `plan`, for a new store or one of the same cells."""
 
-    def __init__(self, path: Path, plan: Mapping[str, Any], *, names: Names, is_source: bool) -> None:
+    def __init__(self, path: Path, plan: Mapping[str, Any], *, names: Names) -> None:
         self.plan: dict[str, Any] = json.loads(json.dumps(plan))
         folder = path.with_name(path.name + ".partial")
         super().__init__(path, folder, what="prediction")
@@ -64,7 +64,6 @@ class PredictionStore(WorkFolder):
         if is_node(path) and not self._is_same(self.read_plan()):
             self.folder = path.with_name(f"{path.name}.{plan['key']}.partial")
         self._names = names
-        self._is_source = is_source
         self._run: str | None = None
         self._is_begun = False
         self.outputs: list[Output] = []
@@ -87,7 +86,7 @@ class PredictionStore(WorkFolder):
                         self.clear()
                 return COMPLETE
         if is_node(self.target):
-            require_same_cells(self.target, self.n_obs, None if self._is_source else self._names)
+            require_same_cells(self.target, self.n_obs, self._names)
         else:
             next(iter(self._names() or ()), None)  # unreadable names raise an error before anything is predicted
         if not overwrite:
