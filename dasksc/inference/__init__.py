@@ -209,7 +209,6 @@ class _Share:
         self._dataset, self._store, self._ranks, self._device = dataset, store, ranks, device
         rank, n_ranks = ranks.world.rank, ranks.world.world_size
         first, last = (store.n_units * at // n_ranks for at in (rank, rank + 1))
-        self._n_all = store.rows(last - 1)[1] - store.rows(first)[0] if first < last else 0
         # Numbers of consecutive units minus their positions in the list are equal.
         runs = itertools.groupby(enumerate(store.missing(first, last)), lambda pair: pair[1] - pair[0])
         units = [[unit for _, unit in run] for _, run in runs]
@@ -224,8 +223,8 @@ class _Share:
         if predictor.is_sharded:
             n_calls = max(map(int, ranks.gather("calls", str(n_calls))))
         label = "predicting" + (f" rank {ranks.world.rank}" if ranks.world.world_size > 1 else "")
-        with store.keeping_only_shards(writer), progress_bar(total=self._n_all, shown=shown) as advance:
-            advance(self._n_all - n_rows, label)
+        with store.keeping_only_shards(writer), progress_bar(total=n_rows, shown=shown) as advance:
+            advance(0, label)
             has_begun = False
             with predictor.inference():
                 for start, batch in self._batches(n_calls):
@@ -254,8 +253,7 @@ class _Share:
         """Yield the first row and the content of each batch; surplus batches repeat one, and have no first row."""
         n, batch = 0, None
         for start, stop in self._ranges:
-            title = f"prediction of rows {start:,} to {stop:,}"
-            for batch in RowRange(self._dataset, start, stop, device=self._device, title=title):
+            for batch in RowRange(self._dataset, start, stop, device=self._device):
                 yield start, batch
                 start += self._dataset.batch_size
                 n += 1
@@ -329,7 +327,7 @@ class RowRange(scDataset):
     """Rows ``[start, stop)`` of the collection of a data set, in storage order, in batches of its content and size."""
 
     # `start` is a multiple of the batch size: random transforms depend on the position of a batch in the collection.
-    def __init__(self, dataset: scDataset, start: int, stop: int, *, device: Any = None, title: str = "") -> None:
+    def __init__(self, dataset: scDataset, start: int, stop: int, *, device: Any = None) -> None:
         spec, given = dataset.spec, dataset.spec.transforms
         options = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
         options |= {"obs": (), "layers": (), "obsm": (), "genes": None, "filter": None, "progress": False}
@@ -339,4 +337,4 @@ class RowRange(scDataset):
         options["transform"] = None if given is None else Transforms(given.steps, start // dataset.batch_size)
         options["device"] = spec.device if device is None else device
         super().__init__(dataset.source, **options, scheduler=dataset._scheduler(), rank=0, world_size=1, seed=0)
-        self._title = title or f"rows {start:,} to {stop:,}"
+        self._title = f"prediction of rows {start:,} to {stop:,}"
