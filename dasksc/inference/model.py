@@ -88,7 +88,6 @@ class Output:
     name: str
     width: int | None
     dtype: str
-    labels: tuple[Any, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -161,7 +160,6 @@ class Outputs:
                 name=name,
                 width=None if array.ndim == 1 else array.shape[1],
                 dtype=array.dtype.newbyteorder("=").name,
-                labels=tuple(self.categories[name]) if name in self.categories else None,
             )
             for name, array in arrays.items()
         ]
@@ -185,7 +183,7 @@ def check_name(name: Any) -> str:
 
 
 def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) -> None:
-    """Refuse outputs that differ in names, widths, types or labels from those of other batches."""
+    """Refuse outputs that differ in names, widths or types from those of other batches."""
     if list(expected) == list(found):
         return
 

@@ -144,14 +144,13 @@ class PredictionStore(WorkFolder):
         self._is_begun = True
 
     def _recorded(self, begun: Mapping[str, Any]) -> list[Output]:
-        labels = {name: tuple(given) for name, given in self.plan["categories"].items()}
-        return [Output(name=name, width=n, dtype=dtype, labels=labels.get(name)) for name, n, dtype in begun["outputs"]]
+        return [Output(name=name, width=n, dtype=dtype) for name, n, dtype in begun["outputs"]]
 
     def _create(self, one: Output) -> None:
         own: dict[str, Any] = {_ATTRIBUTE: self.plan | {"run": self._run}}
-        if one.labels is not None:
+        if (labels := self.plan["categories"].get(one.name)) is not None:
             group = zarr.create_group(self._store / one.key, attributes=_CATEGORICAL | own)
-            write_elem(group, "categories", np.array(one.labels))
+            write_elem(group, "categories", np.array(labels))
             own = {}
         self._array(one).write_metadata(_ARRAY | own)
 
@@ -163,7 +162,7 @@ class PredictionStore(WorkFolder):
         """Return the array of an output; a chunk, the unit of reading, divides a shard."""
         most = max(1, _CHUNK_BYTES // one.row_bytes)
         return shards.ShardedArray(
-            folder=self._store / one.key / ("codes" if one.labels is not None else ""),
+            folder=self._store / one.key / ("codes" if one.name in self.plan["categories"] else ""),
             shape=one.shape(self.n_obs),
             dtype=np.dtype(one.dtype),
             chunk_rows=next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0),
