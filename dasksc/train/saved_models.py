@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import dasksc
-from dasksc import Batch, InputError, MissingPathError, scDataset
+from dasksc import InputError, MissingPathError, scDataset
 from dasksc.inference.model import check_name
 from dasksc.inference.publishing import target_path
 from dasksc.inspection.report import Report
@@ -126,7 +126,7 @@ def dataset_for(saved: Mapping[str, Any], data: Any, *, batch_size: int, **optio
     """Return a data set of an atlas by `reading_options`, without masks and, from a path, without names of cells."""
     adata = dasksc.open(data, obs=[], names=False)
     given = {name: saved[name] for name in ("layers", "obsm", "obs", "layout", "dtype")} | options
-    transform: Any = _unchanged
+    given["return_index"] = True  # a data set without labels yields a `Batch`, not the tensor X
     genes, key = saved["genes"], saved["genes_key"]
     names = adata.var_names if key is None else adata.var.get(key)
     # Selecting columns takes time in every batch.
@@ -136,14 +136,9 @@ def dataset_for(saved: Mapping[str, Any], data: Any, *, batch_size: int, **optio
     else:
         given.pop("genes_missing", None)
     if (tokens := saved["tokenizer"]) is not None:
-        transform = tokens_of(tokens["options"], genes=adata.var_names, vocabulary=Vocabulary(tokens["ids"]))
-        given["layout"] = "csr"
-    return scDataset(data, dasksc.Streaming(), batch_size, transform=transform, **given)
-
-
-def _unchanged(batch: Batch) -> Batch:
-    """Return a batch unchanged: with this transform, a data set without labels yields a `Batch`, not the tensor X."""
-    return batch
+        tokenizer = tokens_of(tokens["options"], genes=adata.var_names, vocabulary=Vocabulary(tokens["ids"]))
+        given |= {"layout": "csr", "transform": tokenizer}
+    return scDataset(data, dasksc.Streaming(), batch_size, **given)
 
 
 def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
