@@ -21,7 +21,7 @@ from dasksc.atlas.stored import path_names
 from dasksc.conversion.contents import ADVICE, Contents
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
-from dasksc.output.work_folder import as_anndata_writes, atomic_array, atomic_path, mapped_array, write_group
+from dasksc.output.work_folder import as_anndata_writes, atomic_array, atomic_path, mapped_array
 from dasksc.readers.names import any_equal
 from dasksc.readers.options import OpenOptions, where_of
 from dasksc.readers.registry import opened
@@ -162,11 +162,12 @@ def write_tables(
             shutil.rmtree(store / key, ignore_errors=True)
             (store / key).parent.mkdir(parents=True, exist_ok=True)
             os.rename(folder / str(i), store / key)
-        for group in ("layers", "obsm", "obsp"):
-            write_group(store / group, {"encoding-type": "dict", "encoding-version": "0.1.0"})
-        if "raw/var" in contents.others:
-            write_group(store / "raw", {"encoding-type": "raw", "encoding-version": "0.1.0"})
-        write_group(store, {"encoding-type": "anndata", "encoding-version": "0.1.0", "dasksc": dict(how)})
+        encodings = {"layers": "dict", "obsm": "dict", "obsp": "dict", "": "anndata"}
+        encodings |= {"raw": "raw"} if "raw/var" in contents.others else {}
+        for group, encoding in encodings.items():
+            attributes: dict[str, Any] = {"encoding-type": encoding, "encoding-version": "0.1.0"}
+            zarr.open_group(store / group, zarr_format=3, attributes=attributes)
+        zarr.open_group(store, zarr_format=3).attrs["dasksc"] = dict(how)
         zarr.consolidate_metadata(str(store))
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 
 from dasksc.conversion.scanning import gather, pieces
 from dasksc.errors import CorruptDataError
 from dasksc.output.shards import ShardedArray, ShardWriter, Shuffle, shard_writer
-from dasksc.output.work_folder import atomic_array, mapped_array, write_group
+from dasksc.output.work_folder import atomic_array, mapped_array
 from dasksc.storage import Matrix, RowBuffer
 from dasksc.storage.arrays import logical_dtype
 
@@ -127,7 +128,7 @@ class Copy:
 
     def finish(self) -> None:
         """Write the offsets, and the metadata that makes the folder a matrix of AnnData."""
-        computed = {"dasksc": {"dtype": self._computed.name}}
+        computed: dict[str, Any] = {"dasksc": {"dtype": self._computed.name}}
         if not self._is_csr:
             encoding = {"encoding-type": "array", "encoding-version": "0.2.0"}
             self._arrays[0].write_metadata(encoding | computed)
@@ -139,8 +140,9 @@ class Copy:
                     writer.append(indptr[start:stop])
         for array in (*self._arrays, self._offsets):
             array.write_metadata({})
-        encoding = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0"}
-        write_group(self._folder, encoding | {"shape": list(self.matrix.shape)} | computed)
+        attributes = computed | {"encoding-type": "csr_matrix", "encoding-version": "0.1.0"}
+        attributes |= {"shape": list(self.matrix.shape)}
+        zarr.open_group(self._folder, zarr_format=3, attributes=attributes)
 
 
 def _fill_indptr(indptr: NDArray[np.int64], rows: NDArray[Any], order: NDArray[np.int64]) -> None:

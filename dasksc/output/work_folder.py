@@ -1,4 +1,4 @@
-"""Work folder next to a target: locked, resumable, and removed once the target is complete; nodes of Zarr stores in it.
+"""Work folder next to a target: locked, resumable, and removed once the target is complete.
 
 Every file has a temporary name until it is complete. If the process is killed at any time, existing files therefore
 remain valid, and a later run writes only the missing ones.
@@ -44,13 +44,6 @@ def as_anndata_writes() -> Iterator[None]:
 def is_node(path: Path) -> bool:
     """Return True if a folder is a Zarr group or array."""
     return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
-
-
-def write_group(folder: Path, attributes: dict[str, Any]) -> None:
-    """Make a folder a Zarr group."""
-    folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    (folder / "zarr.json").write_text(json.dumps(metadata, indent=2))
 
 
 _ZEROS_BYTES = 2**20
