@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
+_THREADS = "dasksc-fetch"  # Prefix of the names of fetching threads
 
 
 class OnDemandRunner:
@@ -75,79 +76,21 @@ class OnDemandRunner:
 
 
 class ThreadRunner(OnDemandRunner):
-    """Runner of fetches on the threads of this process."""
+    """Runner of fetches on threads of this process, which end with the window."""
 
     def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
         super().__init__(name, run)
-        self._threads = _Threads.enter(n_threads)
+        self._executor = ThreadPoolExecutor(n_threads, _THREADS)
 
     def submit(self, k: int) -> Future[_Timed]:
         """Queue fetch `k` for the next free thread."""
-        return self._threads.executor.submit(self._fetch, k)
+        return self._executor.submit(self._fetch, k)
 
-    def close(self, pending: Sequence[Future[_Timed]], *, is_waiting: bool) -> None:
-        """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
-        is_waiting = is_waiting and not _this.is_fetching  # A thread cannot wait for itself.
-        for future in pending:
-            future.cancel()
-        try:
-            if is_waiting:
-                wait(pending)
-        finally:
-            self._threads.leave(is_waiting=is_waiting)
-
-
-class _Thread(threading.local):
-    """The current thread."""
-
-    is_fetching = False
-
-
-_this = _Thread()
-
-
-class _Threads:
-    """Threads that the windows of this process share, and that end with the last window."""
-
-    _current: _Threads | None = None
-    # Reentrant, because garbage collection in a thread that holds the lock may close a window.
-    _lock = threading.RLock()
-
-    def __init__(self, n_threads: int) -> None:
-        self.executor = ThreadPoolExecutor(n_threads, "dasksc-fetch", lambda: setattr(_this, "is_fetching", True))
-        self._n_threads = n_threads
-        self._n_windows = 0
-
-    @classmethod
-    def enter(cls, n_threads: int) -> _Threads:
-        """Return threads for a window, at least `n_threads`."""
-        with cls._lock:
-            threads = cls._current
-            # A fetch that iterates over another data set must not wait for its own thread.
-            if threads is None or threads._n_threads < n_threads or _this.is_fetching:
-                threads = _Threads(n_threads)
-                if not _this.is_fetching:
-                    cls._current = threads
-            threads._n_windows += 1
-            return threads
-
-    def leave(self, *, is_waiting: bool) -> None:
-        """End the threads if this was their last window."""
-        with self._lock:
-            self._n_windows -= 1
-            if self._n_windows:
-                return
-            if _Threads._current is self:
-                _Threads._current = None
-        self.executor.shutdown(wait=is_waiting)
-
-
-def _after_fork() -> None:
-    # The threads of the parent do not exist in the child, and its lock may be held forever.
-    _Threads._current, _Threads._lock = None, threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
+        """Cancel queued fetches, and wait for running ones."""
+        # Garbage collection may close a window in one of its own threads, which cannot wait for itself.
+        is_waiting = is_waiting and not threading.current_thread().name.startswith(_THREADS)
+        self._executor.shutdown(wait=is_waiting, cancel_futures=True)
 
 
 class Window(Generic[T]):
@@ -166,7 +109,7 @@ class Window(Generic[T]):
         argument: Callable[[int], Any] | None = None,  # of the task, computed in this process; by default k itself
         max_bytes: int | None = None,  # of the fetches in flight; an unfinished one counts as the largest result so far
         describe: Callable[[int], str] | None = None,  # for error messages
-        n_threads: int | None = None,  # in this process, shared by all windows
+        n_threads: int | None = None,  # in this process
         expected_bytes: int | None = None,  # of a result
     ) -> None:
         self.n_submitted = 0
