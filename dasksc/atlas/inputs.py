@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -100,14 +100,14 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     if not glob.has_magic(pattern):
         return None
     found = [(one, _atlases_in(one)) for one in matching(glob.escape(folder) + pattern)]
-    return _joined(path, found) or _refuse_no_match(path)
+    return _joined(path, found)
 
 
 def _urls_at(location: RemoteLocation) -> list[str] | None:
     """Return the atlases at a URL, as `_paths_at` does for paths."""
     if glob.has_magic(location.key) and not location.is_zarr() and not location.exists():
         found = [(one.url, _atlases_in(one)) for one in location.matching()]
-        return _joined(location.key, found) or _refuse_no_match(str(location))
+        return _joined(str(location), found)
     return _atlases_in(location) or None
 
 
@@ -133,10 +133,8 @@ def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list
     """Return the distinct matches of a pattern: atlases, and the atlases in matching folders."""
     # Unless the pattern is recursive, a folder without atlases is kept, so that opening it raises an error.
     inside = ([one] if paths is None or not (paths or is_recursive(pattern)) else paths for one, paths in found)
-    return list(dict.fromkeys(path for paths in inside for path in paths))
-
-
-def _refuse_no_match(pattern: str) -> NoReturn:
+    if joined := list(dict.fromkeys(path for paths in inside for path in paths)):
+        return joined
     raise MissingPathError(f"no file matches the pattern {pattern!r}")
 
 

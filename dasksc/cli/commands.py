@@ -120,12 +120,12 @@ def check(parser: Parser) -> Run:
 
     def run(options: Mapping[str, Any]) -> int:
         adata = _opened(options)
-        from dasksc.plan.binding import is_balanced, strategy_named
+        from dasksc.plan.binding import as_strategy, is_balanced
         from dasksc.storage import redact_url
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None
         named = arguments_of("scDataset", options)
-        named["strategy"] = strategy_named(options["strategy"], label_key=label_key, block_size=options["block_size"])
+        named["strategy"] = as_strategy(options["strategy"], label_key=label_key, block_size=options["block_size"])
         named |= {"genes": _genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))

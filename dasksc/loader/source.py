@@ -180,7 +180,9 @@ class MatrixSource(Source):
 
     def expanded(self, spec: LoaderSpec) -> frozenset[str]:
         """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device."""
-        if not spec.may_expand:
+        steps = () if spec.transforms is None else spec.transforms.steps
+        is_possible = spec.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
+        if spec.expand == "host" or (spec.expand == "auto" and not (spec.is_on_device and is_possible)):
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not is_obsm(name)}
         if spec.expand == "auto":

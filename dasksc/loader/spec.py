@@ -110,14 +110,6 @@ class LoaderSpec:
         return self.pin_memory or (self.device is not None and self.device.type == "cuda")
 
     @property
-    def may_expand(self) -> bool:
-        """True if CSR batches may become dense on the device, after the transforms."""
-        if self.expand != "auto":
-            return self.expand == "device"
-        steps = () if self.transforms is None else self.transforms.steps
-        return self.is_on_device and self.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
-
-    @property
     def only_x(self) -> bool:
         """True if a batch is the tensor X rather than a `Batch`."""
         has_more = self.obs or self.layers or self.obsm or isinstance(self.strategy, CellSets) or self.return_index

@@ -32,30 +32,25 @@ def is_balanced(strategy: Any) -> bool:
     return isinstance(strategy, str) and SHORT_NAMES.get(strategy) is ClassBalancedSampling
 
 
-def strategy_named(name: str, *, label_key: str | None = None, block_size: int | None = None) -> BuiltInStrategy:
-    """Return the strategy that a short name stands for."""
-    if name not in SHORT_NAMES:
-        raise InputError(
-            f"strategy={name!r} is not the name of a strategy; expected {', '.join(map(repr, SHORT_NAMES))}, or an "
-            "object such as dasksc.BlockShuffling(block_size=64)"
-        )
-    if is_balanced(name) and label_key is None:
-        raise InputError(f"strategy={name!r} needs label_key=, the name of the obs column whose classes it balances")
-    if not is_balanced(name) and label_key is not None:
-        raise InputError(
-            f"label_key={label_key!r} applies only to strategy='balance', but strategy is {name!r}; give "
-            "strategy='balance', or leave out label_key="
-        )
-    options: dict[str, Any] = {"label_key": label_key, "block_size": block_size}
-    if SHORT_NAMES[name] is Streaming:
-        del options["block_size"]
-    return SHORT_NAMES[name](**{option: value for option, value in options.items() if value is not None})
-
-
-def as_strategy(given: Any, *, label_key: str | None = None) -> SamplingStrategy:
-    """Return the strategy for an argument of `scDataset`: an object, or a short name with its `label_key`."""
+def as_strategy(given: Any, *, label_key: str | None = None, block_size: int | None = None) -> SamplingStrategy:
+    """Return the strategy for an argument of `scDataset`: an object, or a short name with its options."""
     if isinstance(given, str):
-        return strategy_named(given, label_key=label_key)
+        if given not in SHORT_NAMES:
+            raise InputError(
+                f"strategy={given!r} is not the name of a strategy; expected {', '.join(map(repr, SHORT_NAMES))}, or "
+                "an object such as dasksc.BlockShuffling(block_size=64)"
+            )
+        if is_balanced(given) and label_key is None:
+            raise InputError(f"strategy={given!r} needs label_key=, the obs column whose classes it balances")
+        if not is_balanced(given) and label_key is not None:
+            raise InputError(
+                f"label_key={label_key!r} applies only to strategy='balance', but strategy is {given!r}; give "
+                "strategy='balance', or leave out label_key="
+            )
+        options: dict[str, Any] = {"label_key": label_key, "block_size": block_size}
+        if given == "stream":
+            del options["block_size"]
+        return SHORT_NAMES[given](**{name: value for name, value in options.items() if value is not None})
     if not isinstance(given, SamplingStrategy):
         advice = ""
         if is_whole(given):

@@ -53,7 +53,10 @@ class CodedColumn:
         if isinstance(column.dtype, pd.CategoricalDtype):
             codes, labels = np.asarray(column.array.codes), column.array.categories
         else:
-            codes, labels = _factorized(column, sort=order == "value")
+            try:
+                codes, labels = pd.factorize(column, sort=order == "value")
+            except (TypeError, ValueError) as error:
+                raise InputError(f"labels of type {column.dtype} cannot be compared: {error}") from error
             codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
         check_categories(labels, "labels" if column.name is None else f"obs column {column.name!r}")
         if order == "text":
@@ -156,15 +159,6 @@ def _pandas_label(label: Any) -> Any:
     if isinstance(label, np.datetime64):
         return pd.Timestamp(label)
     return pd.Timedelta(label) if isinstance(label, np.timedelta64) else label
-
-
-def _factorized(values: Any, *, sort: bool = False) -> tuple[NDArray[Any], Any]:
-    """Return the codes and the distinct values of an array or column, in the order of occurrence or of the values."""
-    try:
-        codes, names = pd.factorize(values, sort=sort)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"labels of type {values.dtype} cannot be compared: {error}") from error
-    return codes, names
 
 
 def _are_whole(names: list[Any], n_labels: int) -> bool:
