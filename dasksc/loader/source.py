@@ -37,10 +37,8 @@ from dasksc.readers.arrays import Lazy
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
     Columns,
-    ConcatenatedMatrix,
     FetchCost,
     Matrix,
-    ReorderedMatrix,
     buffers,
     mapping,
     part_costs,
@@ -144,15 +142,6 @@ class MatrixSource(Source):
             only_x=spec.only_x and not modalities,
             modalities=modalities,
         )
-        for key, matrix in self.matrices.items():
-            kept = columns.get(key)
-            n_missing = matrix.n_missing(kept) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
-            if n_missing:
-                logger.warning(
-                    "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. For "
-                    "zeros instead, open the atlases with dasksc.open(..., join='outer', fill_value=0)",
-                    *(n_missing, matrix.shape[1] if kept is None else len(kept), matrix.label),
-                )
 
     @functools.cached_property
     def costs(self) -> tuple[dict[str, FetchCost], dict[str, FetchCost], frozenset[str]]:

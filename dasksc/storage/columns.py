@@ -128,9 +128,9 @@ class ColumnMaps:
         """Return the source of each kept column (stored column, `NOWHERE` or `ZERO`), shape (n_maps, n_kept), int64."""
         return self._tables(columns)[1]
 
-    def n_filled(self, columns: Columns | None = None) -> int:
-        """Return the number of common columns (only of `columns`, if given) that at least one matrix lacks."""
-        return int((self.sources(columns) == NOWHERE).any(axis=0).sum())
+    def n_filled(self) -> int:
+        """Return the number of common columns that at least one matrix lacks."""
+        return int((self.sources(None) == NOWHERE).any(axis=0).sum())
 
     def filled_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return a data type that represents dense values of `dtype` as well as the fill value of missing columns."""

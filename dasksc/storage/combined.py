@@ -71,12 +71,11 @@ class ConcatenatedMatrix:
         common: np.dtype[Any] = np.result_type(*dtypes)
         return self.maps.filled_dtype(common) if is_filled and self.maps is not None else common
 
-    def n_missing(self, columns: Columns | None = None) -> int:
+    def n_missing(self) -> int:
         """Return the number of columns that are NaN because a part lacks them."""
-        # If `columns` is given, only these columns are counted.
         if self.layout == "csr" or self.maps is None or self.maps.fill_value is not None:
             return 0
-        return self.maps.n_filled(columns)
+        return self.maps.n_filled()
 
     @property
     def shares(self) -> NDArray[np.float64]:
@@ -285,12 +284,6 @@ class ReorderedMatrix:
         self.layout: Layout = matrix.layout
         self.dtype: np.dtype[Any] = matrix.dtype
         self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
-
-    def n_missing(self, columns: Columns | None = None) -> int:
-        """Return the number of columns that are NaN because a part lacks them; see `ConcatenatedMatrix.n_missing`."""
-        return (
-            self.parts[0].n_missing(columns) if isinstance(self.parts[0], ConcatenatedMatrix | ReorderedMatrix) else 0
-        )
 
     @property
     def cost(self) -> FetchCost:
