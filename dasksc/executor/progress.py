@@ -74,26 +74,6 @@ class EpochStats:
                 self.n_rows += plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size if is_last else plan.batch_size
             yield batch
 
-    @property
-    def compile_s(self) -> float:
-        """Part of the waiting time during which kernels were compiled, in seconds; it is in no other figure."""
-        return min(self._compiled_s, self._waited_s)
-
-    @property
-    def wait_s(self) -> float:
-        """Time that the consumer spent waiting for batches, in seconds."""
-        return self._waited_s - self.compile_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Time from the beginning of the epoch to its latest batch, in seconds."""
-        return self._latest - self._start - self.compile_s
-
-    @property
-    def wait_share(self) -> float:
-        """Fraction of the time since the epoch began that the consumer spent waiting for batches."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
     def now(self) -> dict[str, float]:
         """Return ``clock_s``, the seconds since the epoch began, and ``waited_s``, the part of them spent waiting."""
         now, wait_start = perf_counter(), self._wait_start
@@ -104,8 +84,9 @@ class EpochStats:
 
     def report(self) -> dict[str, Any]:
         """Return the figures by name; see `dasksc.scDataset.stats`."""
-        elapsed = self.elapsed_s
         plan = self.plan
+        compile_s = min(self._compiled_s, self._waited_s)  # in no other figure
+        wait_s, elapsed_s = self._waited_s - compile_s, self._latest - self._start - compile_s
         return {
             **{name: getattr(plan, name, None) for name in ("epoch", "rank", "world_size")},
             "n_batches": self.n_batches,
@@ -116,8 +97,11 @@ class EpochStats:
             "n_rank_batches": 0 if plan is None else plan.n_batches,
             **{name: getattr(plan, name, 0) for name in ("n_rank_padded", "n_rank_dropped", "n_padded", "n_dropped")},
             "n_rank_fetches": 0 if plan is None else plan.n_fetches,
-            **{name: getattr(self, name) for name in ("compile_s", "wait_s", "elapsed_s", "wait_share")},
-            "rows_per_s": self.n_rows / elapsed if elapsed > 0 else 0.0,
+            "compile_s": compile_s,
+            "wait_s": wait_s,
+            "elapsed_s": elapsed_s,
+            "wait_share": wait_s / elapsed_s if elapsed_s > 0 else 0.0,
+            "rows_per_s": self.n_rows / elapsed_s if elapsed_s > 0 else 0.0,
             "gather_s": self.gather_s,
             **asdict(self.fetches()),
         }
