@@ -38,15 +38,6 @@ def torch_distributed() -> Any:
     return module
 
 
-def jax_state() -> Any:
-    """Return the state of ``jax.distributed`` if it is initialized, otherwise None; never import JAX."""
-    module = sys.modules.get("jax.distributed")
-    if module is None or not module.is_initialized():
-        return None
-    # The public functions of JAX would initialize its devices, and so wait for all other processes.
-    return sys.modules["jax._src.distributed"].global_state
-
-
 def leave_group() -> None:
     """Destroy the process group, if there is one, after a short wait for its threads."""
     # A thread of Gloo releases the tensors of a collective a moment after the collective ends, and may need the GIL to
@@ -147,7 +138,8 @@ class World:
         for name, value in (("rank", rank), ("world_size", world_size)):
             if value is not None and not is_whole(value):
                 raise InputError(f"{name} must be a whole number or None; got {value!r}")
-        found = next(_sources(group))
+        sources = itertools.chain(_from_libraries(), _from_environment(), (cls(),))
+        found = next(sources) if group is None else _of_group(group)
         if rank is None and world_size is None:
             return found
         if rank is None and world_size is not None and world_size > 1 and found == World():
@@ -168,15 +160,6 @@ class World:
         )
 
 
-def _sources(group: Any) -> Iterator[World]:
-    """Yield the world of each available source, in order of precedence; the last is a world of one process."""
-    if group is not None:
-        yield _of_group(group)
-    yield from _from_libraries()
-    yield from _from_environment()
-    yield World()
-
-
 def _from_libraries() -> Iterator[World]:
     distributed = torch_distributed()
     if distributed is not None:
@@ -187,10 +170,11 @@ def _from_libraries() -> Iterator[World]:
         if horovod is not None and horovod.is_initialized():
             yield World(horovod.rank(), horovod.size(), horovod.local_size(), name)
             break
-    jax = jax_state()
-    if jax is not None:
-        size = jax.num_processes
-        yield World(jax.process_id, size, _local_size(size), "jax.distributed")
+    jax = sys.modules.get("jax.distributed")
+    if jax is not None and jax.is_initialized():
+        # The public functions of JAX would initialize its devices, and so wait for all other processes.
+        state = sys.modules["jax._src.distributed"].global_state
+        yield World(state.process_id, state.num_processes, _local_size(state.num_processes), "jax.distributed")
 
 
 def _of_group(group: Any) -> World:
