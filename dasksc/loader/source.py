@@ -335,7 +335,8 @@ def _of_atlas(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         name = stem_of(data) if is_path else f"{len(data)} atlases"
         if is_path and atlas_inputs(data, {}) is None:
             path = os.fspath(data)
-        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
+        wanted = [*spec.obs, *getattr(spec.strategy, "obs_columns", ())]
+        wanted += [column for one in (spec.filter, spec.control) if one is not None for column in columns_of(one)]
     # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
     if spec.has_hooks:
         data = open_atlas(data, mmap=spec.mmap)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from dasksc import checks, config
-from dasksc.atlas.expressions import columns_of
 from dasksc.batches.batch import device_of, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
@@ -120,11 +119,6 @@ class LoaderSpec:
         """Expression over obs that selects the controls of `CellSets`, if there is one."""
         control = self.strategy.control if isinstance(self.strategy, CellSets) else None
         return control if isinstance(control, str) else None
-
-    @property
-    def compared_columns(self) -> list[str]:
-        """Columns of obs that the filter and the expression of controls use."""
-        return [name for one in (self.filter, self.control) if one is not None for name in columns_of(one)]
 
     def __getstate__(self) -> dict[str, Any]:
         # Plain pickle, which DataLoader uses for workers, fails on lambdas.
