@@ -22,14 +22,9 @@ def get(key: str) -> Any:
     return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
 
 
-def as_bytes(value: Any) -> int:
-    """Return a size in bytes, given as a number or as text such as ``"2GiB"``."""
-    return int(parse_bytes(value))
-
-
 def get_bytes(key: str) -> int:
-    """Return the value of ``dasksc.<key>`` in bytes; see `as_bytes`."""
-    return as_bytes(get(key))
+    """Return the value of ``dasksc.<key>`` in bytes, given as a number or as text such as ``"2GiB"``."""
+    return int(parse_bytes(get(key)))
 
 
 def memory_limit(given: int | str | None) -> int:
@@ -38,7 +33,7 @@ def memory_limit(given: int | str | None) -> int:
     try:
         if not isinstance(limit, int | float | str):
             raise TypeError(f"expected a number or a string, not a {type(limit).__name__}")
-        n_bytes = as_bytes(limit)
+        n_bytes = int(parse_bytes(limit))
     except (OverflowError, TypeError, ValueError) as error:
         raise InputError(f"memory_limit={limit!r} is neither a number of bytes nor a string such as '2GiB'") from error
     if not 0 < n_bytes < 2**63:

@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
+from dask.utils import parse_bytes
 from numpy.typing import NDArray
 
 from dasksc import config
@@ -281,7 +282,7 @@ class Cache:
         values = dict(given) if isinstance(given, Mapping) else {"path": given}
         try:
             folder = os.path.abspath(os.path.expanduser(values.pop("path")))
-            limit = config.as_bytes(values.pop("limit", "100GiB"))
+            limit = int(parse_bytes(values.pop("limit", "100GiB")))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"cache={given!r} is neither a folder nor {{'path': ..., 'limit': '100GiB'}}") from error
         if values or limit < 4 * BLOCK_BYTES:
