@@ -29,8 +29,8 @@ def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[tuple[str, Any]]
     if isinstance(data, Mapping):
         return [(str(key), _one_of(key, given, options)) for key, given in data.items()]
     if isinstance(data, list | tuple):
-        return _named([one for given in data for one in _inside(given, options) or [given]])
-    found = _inside(data, options)
+        return _named([one for given in data for one in _paths_at(given, options) or [given]])
+    found = _paths_at(data, options)
     return None if found is None else _named(found)
 
 
@@ -45,12 +45,8 @@ def stem_of(path: str | os.PathLike[str]) -> str:
     return Path((redact_url(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
-def _inside(data: Any, options: Mapping[str, Any]) -> list[str] | None:
-    return _paths_at(os.fspath(data), options) if isinstance(data, str | os.PathLike) else None
-
-
 def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Any:
-    parts = _inside(data, options) or [data]
+    parts = _paths_at(data, options) or [data]
     if len(parts) > 1:
         raise InputError(
             f"{key!r}: {quoted(data)} contains {len(parts)} atlases, but a dict has one atlas per key. Give a list, or "
@@ -83,8 +79,11 @@ def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 # --- Paths --------------------------------------------------------------------------------------------
 
 
-def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
+def _paths_at(data: Any, options: Mapping[str, Any]) -> list[str] | None:
     """Return the atlases that a pattern or directory represents, sorted by name; None for a single atlas."""
+    if not isinstance(data, str | os.PathLike):
+        return None
+    path = os.fspath(data)
     if is_url(path):
         location = RemoteLocation.of(path, options)
         if location.local is None:
