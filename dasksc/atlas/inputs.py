@@ -55,9 +55,6 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Any:
     return parts[0]
 
 
-# --- Names --------------------------------------------------------------------------------------------
-
-
 def _named(parts: Sequence[Any]) -> list[tuple[str, Any]]:
     """Name the parts: paths by their stems, preceded by folders if stems repeat."""
     paths = [part for part in parts if isinstance(part, str | os.PathLike)]
@@ -74,9 +71,6 @@ def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     n_shared = len(list(takewhile(lambda level: len(set(level)) == 1, zip(*(one[:-1] for one in parts), strict=False))))
     of_stems = ["/".join([*one[n_shared:-1], stem_of(text)]) for one, text in zip(parts, texts, strict=True)]
     return of_stems if len(set(of_stems)) == len(texts) else ["/".join(one[n_shared:]) for one in parts]
-
-
-# --- Paths --------------------------------------------------------------------------------------------
 
 
 def _paths_at(data: Any, options: Mapping[str, Any]) -> list[str] | None:

@@ -318,8 +318,6 @@ class scDataset(IterableDataset[Any]):
     batch_transform = _argument("batch_transform")
     transform = _argument("transform")
 
-    # --- Sizes ----------------------------------------------------------------------------------------
-
     @property
     def fetch_size(self) -> int:
         """Number of rows in a fetch, including controls."""
@@ -394,8 +392,6 @@ class scDataset(IterableDataset[Any]):
         consumed, n_done = self._consumed(self._loaded, epoch, world)
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
-    # --- Epochs ---------------------------------------------------------------------------------------
-
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
         self._counter.set(checks.whole_number("epoch", epoch, 0, 2**32))
@@ -456,8 +452,6 @@ class scDataset(IterableDataset[Any]):
         if (last.world_size, last.batch_size, last.fetch_factor) == sizes:
             return tuple(others), last.n_batches
         return position.consumed, 0
-
-    # --- State ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position from which `load_state_dict` resumes.
@@ -533,8 +527,6 @@ class scDataset(IterableDataset[Any]):
         else:
             self._counter.resume(worker.seed - worker.id, worker.id, worker.num_workers, position.epoch)
 
-    # --- Iterating ------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Any]:
         reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
         is_stacking = (
@@ -607,8 +599,6 @@ class scDataset(IterableDataset[Any]):
                 logger.info("%s", epoch_line(epoch.stats.report(), self._title))
             if agreement is not None:
                 agreement.end(iteration, epoch.stats.n_batches, is_whole=epoch.is_whole)
-
-    # --- Statistics -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return statistics of the latest epoch of this rank.
@@ -706,8 +696,6 @@ class scDataset(IterableDataset[Any]):
             columns=maker.columns.get("X"),
         )
 
-    # --- Copies ---------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_sharding()
         state = self.__dict__ | {"_place": self._position}
@@ -735,8 +723,6 @@ class scDataset(IterableDataset[Any]):
                 "prepare only the model and the optimizer. Or give the data set rank=0, world_size=1 and a seed, to "
                 "leave the division among ranks to Accelerate"
             )
-
-    # --- Displays -------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         strategy, *others = self._arguments.items()

@@ -87,8 +87,6 @@ class Epoch:
         segments = (ConsumedSegment(**sizes, n_batches=n_batches),) if has_begun else ()
         return EpochPosition(plan.epoch, (*plan.consumed, *segments))
 
-    # --- Plan and submit ------------------------------------------------------------------------------
-
     def _rows(self, i: int) -> NDArray[np.int64]:
         """Return the rows of task `i`; they are computed where the task runs, not in the loop."""
         n_parts = self._n_parts
@@ -131,8 +129,6 @@ class Epoch:
             rows = self._rows(i)
             what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
         return f"{what}) of {', '.join(self._source.labels)}"
-
-    # --- Gather and transform -------------------------------------------------------------------------
 
     def _of_matrices(self, source: MatrixSource) -> Iterator[Any]:
         """Yield batches that a few threads gather from fetched matrices and transform, ahead of the loop."""
@@ -254,8 +250,6 @@ class Epoch:
             block_bytes=block_bytes,
             last=last,
         )
-
-    # --- Yield ----------------------------------------------------------------------------------------
 
     def batches(self, *, shown: bool, after_first: Callable[[], None] | None) -> Generator[Any, None, None]:
         """Yield the batches, with a progress bar if `shown`; call `after_first` when the first one has been used."""

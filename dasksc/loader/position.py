@@ -133,9 +133,6 @@ class EpochPosition:
     consumed: tuple[ConsumedSegment, ...] = ()
 
 
-# --- Settings as text, for errors that list differences from a state or between ranks -----------------------
-
-
 def settings_of(spec: LoaderSpec) -> dict[str, str]:
     """Return the strategy, its arguments (of arrays, the shape and the data type) and the filter as text."""
     strategy: Any = spec.strategy
@@ -174,9 +171,6 @@ def _differences(
             return [_SAME_TEXT.format(strategy=settings["strategy"])]
     names = [name for name in {**mine, **before} if mine.get(name) != before.get(name)]
     return [f"{name} is {mine.get(name, 'not set')} and was {before.get(name, 'not set')}" for name in names]
-
-
-# --- States -------------------------------------------------------------------------------------------------
 
 
 def parse_state(

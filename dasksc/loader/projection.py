@@ -245,8 +245,6 @@ class MemoryProjection:
         row_bytes = self.held_row_bytes(mode.unmapped)
         return int(self._batch_size * self.fetch_factor / mode.n_parts * row_bytes)
 
-    # --- Model of the memory that iterating takes ---
-
     @property
     def mappable(self) -> frozenset[str]:
         """Labels of the matrices that are at least partly in files that can be memory-mapped."""

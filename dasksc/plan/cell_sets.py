@@ -252,8 +252,6 @@ class CellSets(BuiltInStrategy):
             f"incomplete={self.incomplete!r} groups of fewer than {self.set_size} cells"
         )
 
-    # --- Control cells --------------------------------------------------------------------------------
-
     def _match(self) -> tuple[str, ...]:
         if self.match is not None:
             return tuple(self.match)

@@ -104,7 +104,7 @@ class EpochPlan:
     def __repr__(self) -> str:
         return constructor(self, sampler=f"{type(self.sampler).__name__} of {self.n_rows:,} rows")
 
-    # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
+    # Sizes are closed forms, computed without drawing rows unless a segment of the epoch was read before.
 
     @property
     def n_rows(self) -> int:
@@ -195,8 +195,6 @@ class EpochPlan:
         """
         return (self._deal.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
-    # --- The draw, the order of blocks, and the piece of this rank ---
-
     @cached_property
     def _draw(self) -> Draw:
         return self.sampler.draw(self.seed, self.epoch)
@@ -272,8 +270,6 @@ class EpochPlan:
         wrapped = max(0, offset + short - n_units)
         turned += wrapped or short * (turned >= offset)
         return np.where(positions < end, turned, (positions - end + offset) % max(1, n_units))
-
-    # --- Fetches and batches ---
 
     def fetch(self, k: int) -> FetchPlan:
         """Return fetch `k` of this rank.
@@ -367,8 +363,6 @@ class EpochPlan:
         for name in ("_draw", "_order", "_deal"):
             other.__dict__[name] = getattr(self, name)
         return other
-
-    # --- Remaining rows of a partly read epoch ---
 
     def _after(self, n_batches: int) -> tuple[int, int, _Int64s]:
         """Return the fields `first`, `n_full` and `rest` of the `Deal` after every rank has yielded `n_batches`."""
