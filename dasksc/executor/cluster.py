@@ -134,7 +134,7 @@ class ClusterRunner:
             "one is closed, and resume it with load_state_dict."
         )
 
-    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
+    def close(self, *, is_waiting: bool) -> None:
         """Release every future, so that the scheduler forgets the fetches and the task."""
         # A transfer in progress is not cancelled, because the Client may have merged it with those of other windows.
         while self._futures:

@@ -46,14 +46,15 @@ _Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
 _THREADS = "dasksc-fetch"  # Prefix of the names of fetching threads
 
 
-class OnDemandRunner:
-    """Runner of fetches in the thread that requests their results."""
+class LocalRunner:
+    """Runner of fetches on threads that end with the window or, without threads, where their results are requested."""
 
     transfer_s = 0.0
 
-    def __init__(self, name: str, run: Callable[[int], Any]) -> None:
+    def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
         self._name = name
         self._run = run
+        self._executor = ThreadPoolExecutor(n_threads, _THREADS) if n_threads else None
         # `dask.get` would take the callbacks from a global variable, which it empties while it runs.
         self._callbacks = list(Callback.active)
         # Callbacks such as `dask.diagnostics.Profiler` keep the state of a single computation.
@@ -68,29 +69,17 @@ class OnDemandRunner:
             return perf_counter() - start, result
 
     def submit(self, k: int) -> Any:
-        """Return a promise of fetch `k`, which runs when its result is requested."""
-        return SimpleNamespace(result=functools.partial(self._fetch, k), done=lambda: False)
-
-    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
-        """Do nothing, since no fetch runs ahead."""
-
-
-class ThreadRunner(OnDemandRunner):
-    """Runner of fetches on threads of this process, which end with the window."""
-
-    def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
-        super().__init__(name, run)
-        self._executor = ThreadPoolExecutor(n_threads, _THREADS)
-
-    def submit(self, k: int) -> Future[_Timed]:
-        """Queue fetch `k` for the next free thread."""
+        """Return a promise of fetch `k`."""
+        if self._executor is None:
+            return SimpleNamespace(result=functools.partial(self._fetch, k), done=lambda: False)
         return self._executor.submit(self._fetch, k)
 
-    def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
+    def close(self, *, is_waiting: bool) -> None:
         """Cancel queued fetches, and wait for running ones."""
-        # Garbage collection may close a window in one of its own threads, which cannot wait for itself.
-        is_waiting = is_waiting and not threading.current_thread().name.startswith(_THREADS)
-        self._executor.shutdown(wait=is_waiting, cancel_futures=True)
+        if self._executor is not None:
+            # Garbage collection may close a window in one of its own threads, which cannot wait for itself.
+            is_waiting = is_waiting and not threading.current_thread().name.startswith(_THREADS)
+            self._executor.shutdown(wait=is_waiting, cancel_futures=True)
 
 
 class Window(Generic[T]):
@@ -126,17 +115,16 @@ class Window(Generic[T]):
         self._lock = threading.RLock()
         self._pid = os.getpid()  # a forked child has neither the threads nor the connections of the parent
 
-        self._runner: OnDemandRunner | ClusterRunner
+        self._runner: LocalRunner | ClusterRunner
         if self.scheduler.client is not None:
             from dasksc.executor.cluster import ClusterRunner
 
             self._runner = ClusterRunner(name, task, argument, client=self.scheduler.client)
         else:
             run = task if argument is None else lambda k: task(argument(k))
-            if self.scheduler.kind == "threads":
-                self._runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
-            else:
-                self._runner = OnDemandRunner(name, run)
+            is_synchronous = self.scheduler.kind == "synchronous"
+            self._runner = LocalRunner(name, run, n_threads=0 if is_synchronous else n_threads or default_threads())
+            if is_synchronous:
                 self._depth = lambda: 0
         self._is_closed = False
         try:
@@ -216,9 +204,8 @@ class Window(Generic[T]):
             if self._is_closed:
                 return
             self._is_closed = True
-            pending = [promise for _, promise in self._promises]
             self._promises.clear()
-        self._runner.close(pending, is_waiting=is_waiting)
+        self._runner.close(is_waiting=is_waiting)
 
     def __del__(self) -> None:
         # Garbage collection must not wait, as it may run in any thread, even one of the window's own. An interpreter
