@@ -1,6 +1,6 @@
 """Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless.
 
-Programs that mostly start other processes (files, predict, cluster, out_of_core, overlap, soak) run before a release only.
+Programs that mostly start other processes (files, predict, cluster, out_of_core, overlap, soak) run before a release.
 """
 
 from __future__ import annotations
