@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
@@ -50,7 +50,7 @@ class StoredMatrix:
     stored_bytes: int | None = None
 
 
-class Store(Protocol):
+class Store(ABC):
     """An open file or store that holds one atlas.
 
     A store of another format subclasses `Store` and defines `keys`, `table` and `matrix`. Everything else has a default
@@ -67,9 +67,6 @@ class Store(Protocol):
 
     attributes: Mapping[str, Any] = MappingProxyType({})
     selects_features: bool = False
-
-    def __init__(self) -> None:  # otherwise, a Protocol shows a constructor of any arguments
-        return
 
     @abstractmethod
     def keys(self) -> Collection[str]:
@@ -197,7 +194,7 @@ class Store(Protocol):
         return
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """A file format.
 
     Attributes
@@ -212,9 +209,6 @@ class Reader(Protocol):
 
     suffixes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-
-    def __init__(self) -> None:  # as for `Store`
-        return
 
     @property
     def listed_suffixes(self) -> tuple[str, ...]:
