@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 import zarr
@@ -20,7 +22,7 @@ from dasksc.displays import first_of, with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
 from dasksc.readers.catalog import Identity, as_text, identity_of, write_matrix
-from dasksc.storage import RemoteLocation, is_url
+from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.files import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import identities
@@ -72,6 +74,7 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         raise InputError(f"out={os.fspath(out)!r} must end with .catalog, by which dasksc.open recognizes catalogues")
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"out={os.fspath(out)!r} is a folder, or lies in none; give a file in a folder that exists")
+    _refuse_queries(data, options.get("files"))
     adata = open_atlas(data, **options)
     if left_out := [f"{group}/{key}" for group in ("uns", "obsp", "varm", "varp") for key in getattr(adata, group)]:
         logger.warning("the catalogue leaves out %s, which only the files have", first_of(left_out))
@@ -112,12 +115,32 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     return len(files)
 
 
+def _refuse_queries(data: Any, files: Any) -> None:
+    """Refuse URLs with a query or credentials, which a catalogue does not record."""
+    given = data.values() if isinstance(data, Mapping) else data if isinstance(data, list | tuple) else [data]
+    for one in data[files] if isinstance(data, pd.DataFrame) and files in data else given:
+        if isinstance(one, str) and redact_url(one) != one:
+            raise InputError(
+                f"{redact_url(one)} is given with a query or credentials, which a catalogue does not record. Give URLs "
+                "without them, and credentials as storage_options="
+            )
+
+
+def _url_of(path: str) -> str:
+    """Return the URL that a displayed location stands for: on a web server, it has percent signs."""
+    scheme, _, rest = path.partition("://")
+    host, _, key = rest.partition("/")
+    return f"{scheme}://{host}/{quote(key)}" if scheme in ("http", "https") else path
+
+
 def _list_of(
     files: dict[str, Identity | None], folder: Path, storage_options: Any
 ) -> list[tuple[str, str, int, str, str]]:
     """Return path, object that tells its version, size, ETag and time of change of each file."""
     unknown = {
-        path: RemoteLocation.of(path, storage_options) for path, known in files.items() if not known and is_url(path)
+        path: RemoteLocation.of(_url_of(path), storage_options)
+        for path, known in files.items()
+        if not known and is_url(path)
     }
     found = dict(zip(unknown, identities(list(unknown.values())), strict=True))
     rows: list[tuple[str, str, int, str, str]] = []
@@ -131,7 +154,7 @@ def _list_of(
         assert not isinstance(one, FileIdentity)
         if one is None:
             member, one = _metadata_of(unknown[path])
-        rows.append((path, member, one.size, one.etag or "", one.modified))
+        rows.append((_url_of(path), member, one.size, one.etag or "", one.modified))
     return rows
 
 

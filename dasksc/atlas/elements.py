@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anndata
@@ -143,12 +144,15 @@ def attach_elements(atlas: Elements, attach: Any, options: OpenOptions) -> None:
     if not isinstance(attach, Mapping):
         raise InputError(f"attach={attach!r} is not a dict; give paths by key: attach={{'obsm/X_emb': 'emb.zarr'}}")
     digest = None
+    options = replace(options, feature_types=None, genomes=None, reader_options={})  # those are of the atlas
     for key, path in attach.items():
         group, _, name = str(key).partition("/")
         if group not in ("obsm", "obs") or not name or "/" in name:
             raise InputError(f"attach= has the key {key!r}; expected 'obsm/NAME' or 'obs/NAME'")
         if name in getattr(atlas, group):
             raise InputError(f"attach= has {key!r}, which the atlas already has. Leave it out of attach=")
+        if not isinstance(path, str | os.PathLike):
+            raise InputError(f"attach= must give the path of a store for {key!r}; got a {type(path).__name__}")
         where = where_of(path, options)
         with opened(where, options) as store:
             keys = store.keys()

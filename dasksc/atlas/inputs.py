@@ -15,7 +15,7 @@ import pandas as pd
 
 from dasksc.atlas.elements import Elements, require_key
 from dasksc.atlas.expressions import holds
-from dasksc.errors import InputError, MissingPathError
+from dasksc.errors import DaskscError, InputError, MissingPathError
 from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.urls import is_recursive, matching
@@ -23,13 +23,21 @@ from dasksc.storage.remote.urls import is_recursive, matching
 logger = logging.getLogger("dasksc.parts")
 
 
-def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
+def atlas_inputs(data: Any, options: Mapping[str, Any], *, skips_errors: bool = False) -> list[tuple[str, Any]] | None:
     """Return the names and the paths or objects of the atlases that `data` represents; None if it is a single one."""
     # The name of an atlas is its key, the end of its path, or its number.
     if isinstance(data, Mapping):
         return [(str(key), _one_of(key, given, options)) for key, given in data.items()]
     if isinstance(data, list | tuple):
-        return _named([one for given in data for one in _paths_at(given, options) or [given]])
+        inside: list[Any] = []
+        for given in data:
+            try:
+                inside += _paths_at(given, options) or [given]
+            except DaskscError:
+                if not skips_errors:
+                    raise
+                inside.append(given)  # opening it raises an error again
+        return _named(inside)
     found = _paths_at(data, options)
     return None if found is None else _named(found)
 
@@ -156,7 +164,9 @@ def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str]
     given = [os.fspath(path) for path in table[files]]
     repeated = table[files][table[files].duplicated()]
     if len(repeated):
-        raise InputError(f"{repeated.iloc[0]!r} occurs {given.count(repeated.iloc[0])} times in the table of files")
+        raise InputError(
+            f"{quoted(repeated.iloc[0])} occurs {given.count(repeated.iloc[0])} times in the table of files"
+        )
     # A path that is absolute replaces the folder.
     return [path if is_url(path) else str(folder / path) for path in given], table.drop(columns=files)
 

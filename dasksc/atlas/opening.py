@@ -236,7 +236,7 @@ def elements_of(
         raise InputError(
             "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
         )
-    parts = atlas_inputs(data, options.storage_options)
+    parts = atlas_inputs(data, options.storage_options, skips_errors=on_error == "skip")
     if parts == []:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if parts is not None and (len(parts) > 1 or not isinstance(data, str | os.PathLike)):

@@ -112,7 +112,7 @@ class _CatalogStore(AnnDataStore):
                 recorded.append((None, file.identity))
                 continue
             where = RemoteLocation.of(path, options.storage_options)
-            identity = ObjectIdentity(path=path, size=size, etag=etag or None, modified=modified)
+            identity = ObjectIdentity(path=str(where), size=size, etag=etag or None, modified=modified)
             found.append(where if member else RemoteFile(where, identity, cache=options.cache_of(where)))
             recorded.append((where.below(member) if member else where, identity))
         objects = iter(identities([one for one, _ in recorded if one is not None]))

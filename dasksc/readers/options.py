@@ -105,8 +105,9 @@ def where_of(path: str | os.PathLike[str], options: OpenOptions) -> str | Remote
         return location
     if not os.path.exists(local):
         raise MissingPathError(_nothing_at(local))
-    # Byte ranges of an archive are read from the file itself, without the cache.
-    return local if options.cache is None or is_zip(local) else RemoteLocation.of_local(local)
+    # Byte ranges of an archive, such as a catalogue, are read from the file itself, without the cache.
+    is_archive = is_zip(local) or local.endswith(".catalog")
+    return local if options.cache is None or is_archive else RemoteLocation.of_local(local)
 
 
 def _nothing_at(path: str) -> str:

@@ -89,7 +89,7 @@ class ParquetStore(Store):
         others = [column for column in wanted if column not in self._schema.names]
         own = [column for column in wanted if column not in others]
         extra = [self._own(option) for option in ("cell_names", "obs_key") if self._chosen.get(option)]
-        read = self._parquet.read(columns=list(dict.fromkeys([*own, *extra]))).to_pandas()
+        read = self._parquet.read(columns=list(dict.fromkeys([*own, *extra]))).to_pandas(ignore_metadata=True)
         table = read[own]
         if others:
             table = pd.concat([table, self._joined(read[key], others)], axis=1)
@@ -276,7 +276,10 @@ def _columns_of(path: str) -> list[str]:
 def _table(path: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
     if path.endswith(".csv"):
         return pd.read_csv(path, usecols=columns)
-    return pd.read_parquet(path, columns=columns, engine="pyarrow")
+    from pyarrow.parquet import read_table
+
+    # An index that pandas wrote is a column like any other.
+    return read_table(path, columns=columns).to_pandas(ignore_metadata=True)
 
 
 @lru_cache(maxsize=4)  # the files of a folder share the table
@@ -290,6 +293,7 @@ def _genes(file: FileIdentity, token: str, name: str) -> tuple[pd.DataFrame, NDA
         raise InputError(f"{file.path}: {token} must be integers without repeats or missing values")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < _MOST_TOKENS:
         raise InputError(f"{file.path}: {token} must lie in [0, {_MOST_TOKENS}); got {tokens.min()} to {tokens.max()}")
+    tokens = tokens.astype(np.int64)
     to = np.full(int(tokens.max(initial=-1)) + 2, -1, dtype=np.int32)
     to[tokens] = np.arange(len(tokens))
     return table.set_index(table.pop(name).astype(str)), to

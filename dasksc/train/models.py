@@ -73,14 +73,12 @@ class _Layers(nn.Module):
         )
         self.last = nn.Linear(sizes[-2], sizes[-1])
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the input of the last linear layer."""
+    # FSDP gathers the parameters of a module only when it is called, so there is no other method.
+    def forward(self, x: Tensor, *, is_hidden: bool = False) -> Tensor:
+        """Return the output, or if `is_hidden` the input, of the last linear layer."""
         for block in self.blocks:
             x = block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.hidden(x))
+        return x if is_hidden else self.last(x)
 
 
 class MLPClassifier(nn.Module):
@@ -125,7 +123,7 @@ class MLPClassifier(nn.Module):
 
     def embed(self, batch: Any) -> Tensor:
         """Return the last hidden layer, shape (batch, hidden_dim)."""
-        return self.layers.hidden(log_normalised(_x_of(batch)))
+        return self.layers(log_normalised(_x_of(batch)), is_hidden=True)
 
     def predict(self, batch: Any) -> dict[str, Tensor]:
         """Return the code of the most likely label of each cell as ``predicted``, shape (batch,)."""

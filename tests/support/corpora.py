@@ -50,6 +50,6 @@ def write_parquet(adata: AnnData, folder: Path, **changed: Any) -> tuple[Path, d
         **{name: adata.obs[name].to_list() for name in adata.obs},
     }
     pq.write_table(pa.table({**columns, **changed}), folder / "cells.parquet", row_group_size=20)
-    genes = pd.DataFrame({"token_id": tokens, "ensembl_id": adata.var_names.to_numpy(object)})
+    genes = pd.DataFrame({"ensembl_id": adata.var_names.to_numpy(object)}, pd.Index(tokens, "u2", name="token_id"))
     genes.to_parquet(folder / "genes.parquet")
     return folder / "cells.parquet", {"gene_table": str(folder / "genes.parquet"), "cell_names": "barcode"}

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -56,6 +57,8 @@ logger = logging.getLogger("dasksc.storage")
 
 # Size of a block, the unit of requests for missing data.
 BLOCK_BYTES = 2**22
+# Names of blocks, and of those that a process is writing or left unfinished when it was killed.
+_OWN_NAME = re.compile(r"[0-9a-f]{40}|new-[0-9]+-[0-9a-f]{16}")
 # Shares of the limit: each time a process wrote the first, it reduces a folder above the second to the third.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 
@@ -123,7 +126,7 @@ class RemoteFile:
             return self.content[start:stop]
         if self._cache is None:
             return self._request(start, stop)
-        return self._cache.read(self.identity, start, stop, request=self._request)
+        return self._cache.read(self.location.url, self.identity, start, stop, request=self._request)
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
@@ -281,9 +284,11 @@ class Cache:
             return None
         values = dict(given) if isinstance(given, Mapping) else {"path": given}
         try:
-            folder = os.path.abspath(os.path.expanduser(values.pop("path")))
+            if not (path := os.fspath(values.pop("path"))):
+                raise ValueError("the name of the folder is empty")
+            folder = os.path.abspath(os.path.expanduser(path))
             limit = int(parse_bytes(values.pop("limit", "100GiB")))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"cache={given!r} is neither a folder nor {{'path': ..., 'limit': '100GiB'}}") from error
         if values or limit < 4 * BLOCK_BYTES:
             raise InputError(
@@ -292,16 +297,17 @@ class Cache:
         return cls(folder=folder, limit=limit)
 
     def read(
-        self, identity: ObjectIdentity, start: int, stop: int, *, request: Callable[[int, int], memoryview]
+        self, url: str, identity: ObjectIdentity, start: int, stop: int, *, request: Callable[[int, int], memoryview]
     ) -> memoryview:
         """Return bytes [start, stop) of an object, after requesting and caching missing blocks."""
+        # The path of the identity lacks the query of the URL, which may name the object.
         if (identity.etag is None and identity.modified.startswith("1970-01-01")) or not self._is_usable():
             return request(start, stop)  # versions of an object without ETag and time could not be distinguished
         pieces = []
         for base in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
             end = min(base + BLOCK_BYTES, identity.size)
             low, high = max(start, base) - base, min(stop, end) - base
-            name = hashlib.blake2b(repr((identity, base)).encode(), digest_size=20).hexdigest()
+            name = hashlib.blake2b(repr((url, identity, base)).encode(), digest_size=20).hexdigest()
             path = os.path.join(self.folder, name[:2], name)
             piece = _kept(path, end - base, low, high)
             if piece is None:
@@ -353,7 +359,8 @@ class Cache:
         """Remove the least recently used files if the limit is near."""
         files = []
         for folder, _, names in os.walk(self.folder):
-            for path in (os.path.join(folder, name) for name in names):
+            # The folder may hold other files of the user.
+            for path in (os.path.join(folder, name) for name in names if _OWN_NAME.fullmatch(name)):
                 with contextlib.suppress(OSError):  # another process may remove it
                     status = os.stat(path)
                     files.append((status.st_mtime, status.st_size, path))

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import dask
 import fsspec
@@ -398,8 +399,11 @@ def test_a_large_object_that_is_damaged_is_named(parts: Path, web: HTTPServer, m
 def test_a_store_of_many_objects_that_changed_or_is_gone_is_named(
     parts: Path, web: HTTPServer, tmp_path: Path, format: str
 ) -> None:
-    store, catalog = write_store(make_adata(), parts, format), tmp_path / "all.catalog"
-    dasksc.index([f"{web.url}/{store.name}"], catalog)
+    store = write_store(make_adata(), parts, format).rename(parts / "50%25 #1.zarr")
+    url, catalog = f"{web.url}/{quote(store.name)}", tmp_path / "all.catalog"
+    dasksc.index([url], catalog)
+    with pytest.raises(dasksc.InputError, match="query"):
+        dasksc.index([f"{url}?token=1"], catalog)
     same(dasksc.open(catalog), dasksc.open([store]))
     touch_later(next(path for path in store.iterdir() if path.name in ("zarr.json", ".zgroup")))
     with pytest.raises(dasksc.CorruptDataError, match=store.name):

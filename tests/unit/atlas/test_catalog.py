@@ -68,7 +68,7 @@ def test_text_of_fixed_length_is_text(paths: list[str]) -> None:
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: str) -> None:
     assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
-    same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(paths, join=join, label="file"))
+    same(dasksc.open(tmp_path / "all.catalog", cache=tmp_path), dasksc.open(paths, join=join, label="file"))
 
 
 def test_a_catalogue_is_described(paths: list[str], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_a_catalogue_could_not_open_is_not_indexed(paths: list[str], tmp_pa
 
 def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
     Path(paths[1]).write_bytes(Path(paths[1]).read_bytes()[:3000])
-    table = pd.DataFrame({"path": [*paths, "gone.h5ad"], "donor": range(5)})
+    table = pd.DataFrame({"path": [*paths, "gone[1].h5ad"], "donor": range(5)})
     with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
         dasksc.open(paths)
     with caplog.at_level(logging.INFO, "dasksc.collection"):

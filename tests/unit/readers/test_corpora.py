@@ -184,7 +184,10 @@ def test_a_table_of_cells_is_joined_by_its_key(tmp_path: Path) -> None:
     cells = pd.DataFrame({"barcode": adata.obs_names[::-1], "dose": np.arange(N_OBS)})
     cells.to_csv(tmp_path / "cells.csv", index=False)
     options |= {"obs_table": str(tmp_path / "cells.csv"), "obs_key": "barcode"}
-    data = dasksc.open(path, obs=["dose", "int64"], reader_options=options)
+    adata.write_h5ad(tmp_path / "other.h5ad")
+    attached = {"obsm/X_pca": tmp_path / "other.h5ad"}
+    data = dasksc.open(path, obs=["dose", "int64"], reader_options=options, attach=attached)
+    assert data.obsm["X_pca"].shape == adata.obsm["X_pca"].shape
     assert data.obs["dose"].to_list() == list(range(N_OBS))[::-1]
     cells[1:].to_csv(tmp_path / "cells.csv", index=False)
     with pytest.raises(dasksc.InputError, match="barcode.*cell102"):

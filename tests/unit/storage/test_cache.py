@@ -40,7 +40,7 @@ class Object:
         return memoryview(self.data)[start:stop]
 
     def read(self, cache: Cache, start: int, stop: int) -> None:
-        got = cache.read(self.identity, start, stop, request=self.request)
+        got = cache.read("s3://b/a", self.identity, start, stop, request=self.request)
         assert bytes(got) == self.data[start:stop]
 
 
@@ -78,6 +78,13 @@ def test_an_incomplete_block_is_fetched_again(tmp_path: Path, damaged: Callable[
     for _ in range(2):
         thing.read(cache, 0, len(thing.data))
         assert len(thing.requests) == 2
+
+
+def test_urls_that_differ_in_their_query_have_blocks_of_their_own(tmp_path: Path) -> None:
+    things = {"https://host/a?id=1": Object(100), "https://host/a?id=2": Object(100, "other object")}
+    for url, thing in things.items():
+        got = cache_in(tmp_path).read(url, Object(100).identity, 0, 100, request=thing.request)
+        assert bytes(got) == thing.data
 
 
 def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -128,13 +135,14 @@ def test_the_folder_stays_below_its_limit_and_the_least_recently_used_blocks_go(
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     Object(1000).read(cache_in(tmp_path), 0, 1000)
-    partial = tmp_path / "cache" / "new-of-a-killed-process"
-    partial.write_bytes(bytes(1000))
-    os.utime(partial, (0, 0))
+    partial, own = tmp_path / "cache" / f"new-1-{'0' * 16}", tmp_path / "cache" / "file of the user"
+    for path in (partial, own):
+        path.write_bytes(bytes(1000))
+        os.utime(path, (0, 0))
     module._written.clear()
     for number in range(200):
         Object(BLOCK_BYTES // 8, name=f"object{number}").read(cache_in(tmp_path), 0, BLOCK_BYTES // 8)
-    assert not partial.exists()
+    assert (partial.exists(), own.exists()) == (False, True)
     assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT
 
 

@@ -18,6 +18,7 @@ from dasksc.plan.binding import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at
+from dasksc.train.models import MLPClassifier
 from dasksc.train.parallel import local_rank_of, modules_to_shard, rendezvous, strategy_of
 from dasksc.train.sections import STRATEGIES as NAMES
 from dasksc.train.sections import Fsdp, Scheduler, Training
@@ -261,6 +262,9 @@ def test_modules_are_sharded_by_size_those_inside_first():
     expected = [net.layers[0][0], net.layers[0][1], net.layers[1][0], net.layers[1][1], net.attention]
     assert set(modules_to_shard(net, 30)) == set(expected)
     assert set(modules_to_shard(net, 140)) == {net.layers[0], net.layers[1], net.attention}
+    called, model = [], MLPClassifier("label", n_genes=3, n_labels=2, hidden_dim=4)
+    model.layers.register_forward_hook(lambda *_: called.append(1))  # FSDP gathers the parameters of what is called
+    assert (model.embed(torch.ones(5, 3)).shape, called) == ((5, 4), [1])
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+git", "2.13.0+cpu", "3.0.0"])
