@@ -185,10 +185,13 @@ class _TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._module.trainer is not None and self._module.trainer.overfit_batches > 0:
             self._dataset.set_epoch(0)
-        self._position = len(self) - self._dataset.n_batches_left
+        start = self._position = len(self) - self._dataset.n_batches_left
         for batch in self._dataset:
             self._position += 1
             yield batch
+            if self._position == start + 1 and self._module.trainer is not None:
+                # After a run that ended by itself within the epoch, Lightning counts the rest of it from 0.
+                self._move_count(start - self._module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def state(self) -> dict[str, Any]:
         dataset, position = self._dataset.state_dict(), self._position
@@ -219,6 +222,10 @@ class _TrainingLoader:
         # own count.
         shift, self._shift = self._shift, 0
         if shift and self._module.trainer is not None:
-            count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(count, name, getattr(count, name) + shift)
+            self._move_count(shift)
+
+    def _move_count(self, n: int) -> None:
+        """Add to the number of batches of this epoch that Lightning has counted."""
+        count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(count, name, getattr(count, name) + n)

@@ -36,7 +36,9 @@ class scTrainer(Trainer):
     of `scTrainer`. Evaluation gathers results after every batch, so its data set needs ``equal_ranks=True``, the
     default.
 
-    ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
+    ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks. The Trainer counts the
+    batches that remain of the epoch from 0: the reported epoch is too low, and with gradient accumulation, the last
+    batches may join the first step of the next epoch.
 
     Examples
     --------
