@@ -29,6 +29,7 @@ from dasksc.pushdown import matrix_of
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_SHARE, _FETCH_BATCHES = 2**25, 2**21, 32, 2
 # Lower bound of the size of a row, in bytes, from which the number of rows in a batch is computed.
 _LEAST_ROW_BYTES = 2**11
+_ALLOCATOR_BYTES = 2**22  # kept by the allocator for the threads, beyond what arrays take
 
 
 class PassRows(NamedTuple):
@@ -65,7 +66,7 @@ class Pass:
         self._progress = progress
         self.rows = None if filter is None else rows_where(data, filter)
         self.obs = self.adata.obs[list(dict.fromkeys(columns))]
-        self.reserved_bytes = int(self.obs.memory_usage(index=names, deep=True).sum())
+        self.reserved_bytes = _ALLOCATOR_BYTES + int(self.obs.memory_usage(index=names, deep=True).sum())
         if self.rows is not None:
             self.rows.flags.writeable = False  # otherwise the strategy copies them
             self.obs = self.obs.iloc[self.rows]
