@@ -144,6 +144,11 @@ def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):
         again = Recorder()
         trainer(tmp_path, **options).fit(again, module(path), ckpt_path=tmp_path / f"step={step}.ckpt")
         assert again.seen["train"] == unbroken.seen["train"][step:], step
+    ended, last = trainer(tmp_path, max_steps=3), Recorder()
+    ended.fit(Recorder(), module(path))
+    ended.save_checkpoint(tmp_path / "ended.ckpt")
+    trainer(tmp_path).fit(last, module(path), ckpt_path=tmp_path / "ended.ckpt")
+    assert (len(last.seen["train"]), len(last.seen["validate"])) == (4, 2)
 
 
 def test_the_batch_size_finder_of_lightning_sets_the_batch_size_of_every_stage(path, tmp_path):

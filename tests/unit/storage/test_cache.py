@@ -83,8 +83,7 @@ def test_an_incomplete_block_is_fetched_again(tmp_path: Path, damaged: Callable[
 def test_urls_that_differ_in_their_query_have_blocks_of_their_own(tmp_path: Path) -> None:
     things = {"https://host/a?id=1": Object(100), "https://host/a?id=2": Object(100, "other object")}
     for url, thing in things.items():
-        got = cache_in(tmp_path).read(url, Object(100).identity, 0, 100, request=thing.request)
-        assert bytes(got) == thing.data
+        assert bytes(cache_in(tmp_path).read(url, Object(100).identity, 0, 100, request=thing.request)) == thing.data
 
 
 def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: Path) -> None:
