@@ -187,7 +187,7 @@ class _TrainingLoader:
             self._dataset.set_epoch(0)
         start = self._position = len(self) - self._dataset.n_batches_left
         for batch in self._dataset:
-            if self._position == start and self._module.trainer is not None:
+            if 0 < start == self._position and self._module.trainer is not None:
                 # After a run that ended by itself within the epoch, Lightning counts the rest of it from 0.
                 self._move_count(start - self._module.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
             self._position += 1
