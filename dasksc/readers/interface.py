@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -50,7 +50,7 @@ class StoredMatrix:
     stored_bytes: int | None = None
 
 
-class Store(ABC):
+class Store(Protocol):
     """An open file or store that holds one atlas.
 
     A store of another format subclasses `Store` and defines `keys`, `table` and `matrix`. Everything else has a default
@@ -67,6 +67,9 @@ class Store(ABC):
 
     attributes: Mapping[str, Any] = MappingProxyType({})
     selects_features: bool = False
+
+    def __init__(self) -> None:  # otherwise, a Protocol shows a constructor of any arguments
+        return
 
     @abstractmethod
     def keys(self) -> Collection[str]:
@@ -194,7 +197,7 @@ class Store(ABC):
         return
 
 
-class Reader(ABC):
+class Reader(Protocol):
     """A file format.
 
     Attributes
@@ -209,6 +212,9 @@ class Reader(ABC):
 
     suffixes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+
+    def __init__(self) -> None:  # as for `Store`
+        return
 
     @property
     def listed_suffixes(self) -> tuple[str, ...]:
