@@ -26,18 +26,19 @@ logger = logging.getLogger("dasksc.parts")
 def atlas_inputs(data: Any, options: Mapping[str, Any], *, skips_errors: bool = False) -> list[tuple[str, Any]] | None:
     """Return the names and the paths or objects of the atlases that `data` represents; None if it is a single one."""
     # The name of an atlas is its key, the end of its path, or its number.
+
+    def inside(given: Any) -> list[Any]:
+        try:
+            return _paths_at(given, options) or [given]
+        except DaskscError:
+            if not skips_errors:
+                raise
+            return [given]  # opening it raises an error again
+
     if isinstance(data, Mapping):
-        return [(str(key), _one_of(key, given, options)) for key, given in data.items()]
+        return [(str(key), _only(key, given, inside(given))) for key, given in data.items()]
     if isinstance(data, list | tuple):
-        inside: list[Any] = []
-        for given in data:
-            try:
-                inside += _paths_at(given, options) or [given]
-            except DaskscError:
-                if not skips_errors:
-                    raise
-                inside.append(given)  # opening it raises an error again
-        return _named(inside)
+        return _named([one for given in data for one in inside(given)])
     found = _paths_at(data, options)
     return None if found is None else _named(found)
 
@@ -53,8 +54,7 @@ def stem_of(path: str | os.PathLike[str]) -> str:
     return Path((redact_url(text) if is_url(text) else text).removesuffix(".zip")).stem
 
 
-def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> Any:
-    parts = _paths_at(data, options) or [data]
+def _only(key: Any, data: Any, parts: list[Any]) -> Any:
     if len(parts) > 1:
         raise InputError(
             f"{key!r}: {quoted(data)} contains {len(parts)} atlases, but a dict has one atlas per key. Give a list, or "

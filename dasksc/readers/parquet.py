@@ -89,7 +89,7 @@ class ParquetStore(Store):
         others = [column for column in wanted if column not in self._schema.names]
         own = [column for column in wanted if column not in others]
         extra = [self._own(option) for option in ("cell_names", "obs_key") if self._chosen.get(option)]
-        read = self._parquet.read(columns=list(dict.fromkeys([*own, *extra]))).to_pandas(ignore_metadata=True)
+        read = _frame(self._parquet.read(columns=list(dict.fromkeys([*own, *extra]))))
         table = read[own]
         if others:
             table = pd.concat([table, self._joined(read[key], others)], axis=1)
@@ -278,8 +278,15 @@ def _table(path: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
         return pd.read_csv(path, usecols=columns)
     from pyarrow.parquet import read_table
 
-    # An index that pandas wrote is a column like any other.
-    return read_table(path, columns=columns).to_pandas(ignore_metadata=True)
+    return _frame(read_table(path, columns=columns))
+
+
+def _frame(table: Any) -> pd.DataFrame:
+    """Return a table of Arrow as one of pandas, in which an index that pandas wrote is a column like any other."""
+    written = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    names = [name for name in table.column_names if name in written]
+    frame: pd.DataFrame = table.to_pandas()
+    return frame.reset_index(names=names) if names else frame
 
 
 @lru_cache(maxsize=4)  # the files of a folder share the table

@@ -181,16 +181,16 @@ def test_a_fetch_decodes_each_row_group_once(tmp_path: Path) -> None:
 def test_a_table_of_cells_is_joined_by_its_key(tmp_path: Path) -> None:
     adata = source()
     path, options = write_parquet(adata, tmp_path)
-    cells = pd.DataFrame({"barcode": adata.obs_names[::-1], "dose": np.arange(N_OBS)})
-    cells.to_csv(tmp_path / "cells.csv", index=False)
-    options |= {"obs_table": str(tmp_path / "cells.csv"), "obs_key": "barcode"}
-    adata.write_h5ad(tmp_path / "other.h5ad")
-    attached = {"obsm/X_pca": tmp_path / "other.h5ad"}
-    data = dasksc.open(path, obs=["dose", "int64"], reader_options=options, attach=attached)
-    assert (len(data.obsm["X_pca"]), data.obs["dose"].to_list()) == (N_OBS, list(range(N_OBS))[::-1])
+    doses = pd.array([*range(2**60, 2**60 + N_OBS - 1), None], "Int64")  # float64 would round them
+    cells = pd.DataFrame({"barcode": adata.obs_names[::-1], "dose": doses})
+    cells.set_index("barcode").to_parquet(tmp_path / "doses.parquet")
+    options |= {"obs_table": str(tmp_path / "doses.parquet"), "obs_key": "barcode"}
+    adata.write_h5ad(tmp_path / "own.h5ad")
+    data = dasksc.open(path, obs=["dose"], reader_options=options, attach={"obsm/X_pca": tmp_path / "own.h5ad"})
+    assert (len(data.obsm["X_pca"]), data.obs["dose"].to_list()) == (N_OBS, cells["dose"].to_list()[::-1])
     cells[1:].to_csv(tmp_path / "cells.csv", index=False)
     with pytest.raises(dasksc.InputError, match="barcode.*cell102"):
-        dasksc.open(path, reader_options=options)
+        dasksc.open(path, reader_options=options | {"obs_table": str(tmp_path / "cells.csv")})
 
 
 def lists(folder: Path, genes: Any, expressions: Any) -> Any:
