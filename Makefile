@@ -65,8 +65,6 @@ test: $(VENV)/.test
 
 # These wait for other programs longer than the core tests do.
 test-programs test-faults: TEST_PROCESSES := 4
-# Threads of torch that wait for each other would keep the cores busy.
-test-programs: export OMP_NUM_THREADS := 1
 
 test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)

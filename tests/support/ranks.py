@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,7 +19,8 @@ T = TypeVar("T")
 def on_ranks(world_size: int, act: Callable[[int, Store], T], store: Store | None = None) -> list[T | Exception]:
     """Call `act` with each rank and one store, in a thread per rank; return each result or exception."""
     shared = HashStore() if store is None else store
-    with ThreadPoolExecutor(world_size) as threads:
+    # Threads change the filters of warnings for each other, so this call ignores warnings throughout.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor(world_size) as threads:
         acts = [threads.submit(act, rank, shared) for rank in range(world_size)]
         return [act.exception() or act.result() for act in acts]
 

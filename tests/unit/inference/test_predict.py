@@ -475,8 +475,6 @@ def failing(batch: Any) -> Any:
     raise ZeroDivisionError("this rank fails")
 
 
-# The ranks are threads, and a thread that leaves `warnings.catch_warnings` ends that of another.
-@pytest.mark.filterwarnings("ignore:Observation names are not unique")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("options", "model", "error", "what"),
