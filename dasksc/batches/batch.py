@@ -217,6 +217,16 @@ def by_parts(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tens
     return csr_tensor(indptr, indices, values, (tensor.shape[0], tensor.shape[1]))
 
 
+def check_rows(matrix: torch.Tensor, index: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a dense or CSR matrix with one row per number in `index`, which kernels need; refuse others."""
+    if matrix.layout not in (torch.strided, torch.sparse_csr) or matrix.shape[:1] != index.shape:
+        raise InputError(
+            f"{what} takes a dense or CSR matrix with a row for each of the {len(index)} cells in `index`; got "
+            f"{str(matrix.layout).removeprefix('torch.')} of shape {tuple(matrix.shape)}"
+        )
+    return matrix
+
+
 def csr_tensor(
     indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:

@@ -164,8 +164,9 @@ class DataModule:
         return self._loader.state() if "train" in self.datasets else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a position in the training epochs."""
-        if state_dict and "train" in self._strategies:
+        """Resume from a position in the training epochs; stages other than training leave it as it is."""
+        is_fitting = self.trainer is None or self.trainer.state.fn == "fit"
+        if state_dict and "train" in self._strategies and is_fitting:
             self.setup("fit")
             self._loader.resume(state_dict)
 
@@ -176,8 +177,8 @@ class _TrainingLoader:
     def __init__(self, module: DataModule, dataset: scDataset) -> None:
         self._module, self._dataset = module, dataset
         self._position = 0  # number of batches of this epoch yielded to Lightning
-        # If the number of ranks has changed, Lightning's own batch count no longer matches the position.
-        self._shift = 0
+        # Lightning's own count of the batches of a resumed epoch, which may have been of other ranks or batch sizes.
+        self._counted = 0
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -193,17 +194,20 @@ class _TrainingLoader:
             self._position += 1
             yield batch
 
+    @property
+    def _n_batches(self) -> int:
+        return len(self) if self._module.trainer is None else int(self._module.trainer.num_training_batches)
+
     def state(self) -> dict[str, Any]:
-        dataset, position = self._dataset.state_dict(), self._position
-        n_batches = len(self) if self._module.trainer is None else self._module.trainer.num_training_batches
-        if dataset["consumed"] and position >= n_batches:
-            dataset, position = {**dataset, "epoch": dataset["epoch"] + 1, "consumed": []}, 0
-        return {"dataset": dataset, "position": position}
+        dataset = self._dataset.state_dict()
+        if dataset["consumed"] and self._position >= self._n_batches:
+            dataset = {**dataset, "epoch": dataset["epoch"] + 1, "consumed": []}
+        return {"dataset": dataset, "position": self._position}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self._dataset.load_state_dict(state["dataset"])
         self._position = len(self) - self._dataset.n_batches_left
-        self._shift = self._position - state["position"]
+        self._counted = state["position"]
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning resumes within an epoch only if the loader has this method. The data module keeps the state.
@@ -220,9 +224,10 @@ class _TrainingLoader:
     def set_epoch(self, epoch: int) -> None:
         # Lightning's epoch number is ignored: a second trainer starts again at 0, whereas the data set continues its
         # own count.
-        shift, self._shift = self._shift, 0
-        if shift and self._module.trainer is not None:
-            self._move_count(shift)
+        counted, self._counted = self._counted, 0
+        if counted and self._module.trainer is not None:
+            # The position 0 is that after the last batch of an epoch, which Lightning has yet to finish.
+            self._move_count((self._position or self._n_batches) - counted)
 
     def _move_count(self, n: int) -> None:
         """Add to the number of batches of this epoch that Lightning has counted."""

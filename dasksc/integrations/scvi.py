@@ -58,7 +58,7 @@ class SCVIDataModule(scDataModule):
     categorical_covariate_keys, continuous_covariate_keys
         Further obs columns to correct for.
     model_name
-        Name of the model class.
+        Name of the model class. SCANVI needs an AnnData.
     obs, layers, obsm
         Further elements to read. A `transform` receives them, but the model does not.
     transform
@@ -227,6 +227,6 @@ def _check_column(column: pd.Series[Any], dataset: scDataset, *, is_continuous: 
     is_known = np.isfinite(column.to_numpy(np.float64, na_value=np.nan)) if is_continuous else column.notna()
     if not is_known.all():
         raise InputError(
-            f"{name} has {int((~is_known).sum()):,} missing or infinite values, the first in cell "
+            f"{name} has {int((~is_known).sum()):,} values that are missing, infinite or no category, first in cell "
             f"{column.index[int(np.argmin(is_known))]!r}; replace them, or leave out these cells with filter="
         )

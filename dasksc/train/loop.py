@@ -294,6 +294,7 @@ class _Run:
         if self.validation is None or self.step_validated == self.step:
             return
         self.step_validated = self.step
+        self.validation.set_epoch(epoch)  # masks of a resumed run are those of an uninterrupted one
         with self.pace.paused(), self._autocast(), torch.no_grad():
             self.model.eval()
             means = Means(self.ranks)

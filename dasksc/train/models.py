@@ -221,7 +221,9 @@ class _TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, attendable: Tensor) -> Tensor:
         n, length, width = x.shape
-        parts = self.queries_keys_values(self.norm_attention(x)).view(n, length, 3, self.num_heads, -1)
+        parts = self.queries_keys_values(self.norm_attention(x)).view(
+            n, length, 3, self.num_heads, width // self.num_heads
+        )
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=attendable, dropout_p=self.dropout if self.training else 0.0

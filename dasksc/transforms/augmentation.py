@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dasksc.batches.batch import Batch
+from dasksc.batches.batch import Batch, check_rows
 from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import augment as kernels
@@ -80,7 +80,7 @@ class Augmentation:
         made = Batch(batch)
         draws = key, self._number, batch["index"].numpy()
         if self.layer is None:
-            made["X"] = self._changed(batch["X"], draws)
+            made["X"] = self._changed(check_rows(batch["X"], batch["index"], name), draws)
             return made
         layers = batch.get("layers") or {}
         if self.layer not in layers:
@@ -89,7 +89,7 @@ class Augmentation:
                 f"scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = copy.copy(layers)
-        made["layers"][self.layer] = self._changed(layers[self.layer], draws)
+        made["layers"][self.layer] = self._changed(check_rows(layers[self.layer], batch["index"], name), draws)
         return made
 
     def _changed(self, given: torch.Tensor, draws: _Draws) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from dasksc.batches.batch import Batch
+from dasksc.batches.batch import Batch, check_rows
 from dasksc.checks import check_flags, check_one_of, whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
@@ -460,7 +460,7 @@ def _nonzeros(batch: Any, n_genes: int) -> tuple[NDArray[np.int64], NDArray[Any]
             f"tokenizers take a Batch with X and index; got {type(batch).__name__}. Pass the tokenizer to "
             "scDataset(transform=...); it is not a hook"
         )
-    X: torch.Tensor = batch["X"].detach()
+    X = check_rows(batch["X"], batch["index"], "a tokenizer").detach()
     if X.shape[1] != n_genes:
         raise InputError(f"X has {X.shape[1]} columns, but {n_genes} gene names are given; give one per column")
     if X.layout == torch.sparse_csr:

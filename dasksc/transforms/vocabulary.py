@@ -91,7 +91,7 @@ class Vocabulary:
         try:
             if path.suffix in PICKLES:
                 return cls(_unpickled(path))
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # Windows begins files with a mark
         except FileNotFoundError as error:
             raise MissingPathError(f"there is no vocabulary file {os.fspath(path)!r}") from error
         except (IsADirectoryError, UnicodeDecodeError) as error:
