@@ -52,7 +52,8 @@ def train(given: dict[str, Any]) -> None:
     model = Model()
     trainer = scTrainer(model, arguments, train_dataset=training, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=given.get("checkpoint"))
-    trainer.evaluate()
+    X = torch.from_numpy(dasksc.open(given["path"]).X[50:].compute().toarray()).float()
+    np.testing.assert_allclose(trainer.evaluate()["eval_loss"], model.layer(X).mean().item(), rtol=1e-4)
     (folder / f"seen-{training.rank}.json").write_text(json.dumps(model.seen))
 
 

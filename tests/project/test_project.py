@@ -177,19 +177,8 @@ def test_public_docstrings_follow_numpydoc(module_name):
 
 
 # `lint-imports` checks the layers, which are contracts in pyproject.toml.
-PACKAGE = ROOT / "dasksc"
-
-
 def test_no_modules_import_each_other_in_a_circle():
     graph = grimp.build_graph("dasksc", cache_dir=None)
     # Public names come from the top-level package, which imports their modules on first access.
     arrows = {name: graph.find_modules_directly_imported_by(name) - {"dasksc"} for name in graph.modules - {"dasksc"}}
     assert len(list(TopologicalSorter(arrows).static_order())) == len(arrows) > 100
-
-
-def test_kernels_are_serial_and_release_the_gil():
-    # numba is imported in kernels only, which `lint-imports` checks, too.
-    for path in (PACKAGE / "kernels").glob("*.py"):
-        compiled = r"@(?:numba\.)?(?:n?jit|vectorize|stencil)\b.*|\b(?:n?jit|vectorize|stencil|prange|parallel)\(.*"
-        how = re.findall(compiled, path.read_text())
-        assert how == (["njit(nogil=True)(function)"] if path.stem == "compiled" else []), path

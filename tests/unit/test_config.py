@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import dask
 import pytest
 
-from dasksc import config
 from tests.support.programs import run
 
 pytestmark = pytest.mark.programs
@@ -39,11 +37,3 @@ def test_the_environment_and_files_are_stronger_than_defaults(tmp_path: Path) ->
         "DASK_DASKSC__MEMORY_LIMIT": "1GiB",
     }
     assert run([sys.executable, "-c", script], **environment).split() == ["3", "6", "1GiB"]
-
-
-def test_settings_are_read_when_they_are_asked_for() -> None:
-    with dask.config.set({"dasksc.memory-limit": "3MB", "dasksc.retry-timeout": "500ms"}):
-        assert config.get_bytes("memory-limit") == 3_000_000
-        assert config.get_seconds("retry-timeout") == 0.5
-    assert config.get_bytes("memory-limit") == 2 * 2**30
-    assert config.get_seconds("report-interval") == 1.0

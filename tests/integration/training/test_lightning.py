@@ -132,6 +132,11 @@ def test_training_resumes_from_the_checkpoint_of_a_step_with_the_next_batch(path
         again = Recorder(ask_for_steps=ask_for_steps)
         trainer(tmp_path).fit(again, module(path), ckpt_path=tmp_path / f"step={step}.ckpt")
         assert again.seen["train"] == batches[step:], step
+    # Other batch sizes begin the next epoch after the last batch of one; stages other than training take any data set.
+    other, data = Recorder(ask_for_steps=ask_for_steps), module(path, batch_size=4, test=Streaming(), seed=5)
+    trainer(tmp_path).test(other, data, ckpt_path=tmp_path / "step=7.ckpt", verbose=False)
+    trainer(tmp_path).fit(other, module(path, batch_size=4), ckpt_path=tmp_path / "step=7.ckpt")
+    assert sorted(chain(*other.seen["train"])) == TRAINING.tolist()
 
 
 def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):

@@ -79,6 +79,17 @@ def test_a_run_that_stops_at_any_batch_resumes_with_the_same_losses(at, unbroken
     assert figures(train_fragile(atlas, tmp_path, at=at)) == unbroken
 
 
+def test_a_resumed_run_validates_with_the_masks_of_an_unbroken_one(raw, tmp_path):
+    raw["tokenizer"] = {"max_genes": 8, "masking": {"mask_ratio": 0.3}}
+    raw["model"] = {"name": "transformer_encoder", "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+    train(raw, data__validation=0.2)
+    for n in (1, 2):
+        options = {"training__max_epochs": n, "training__checkpoint_dir": str(tmp_path / "parts")}
+        train(raw, data__validation=0.2, training__resume_from="auto", **options)
+    losses = [[row.get("validation_loss") for row in rows_of(tmp_path / name)] for name in ("run", "parts")]
+    assert losses[0] == losses[1]
+
+
 def test_an_incomplete_checkpoint_is_ignored(raw, tmp_path):
     train(raw, training__save_every=5)
     expected = figures(tmp_path / "run")
@@ -369,6 +380,7 @@ def test_padding_changes_nothing_in_the_transformer():
     padded = model({"input_ids": tokens, "attention_mask": mask, "labels": labels})
     bare = model({"input_ids": tokens[:, :3], "attention_mask": mask[:, :3], "labels": labels[:, :3]})
     assert padded["loss"].item() == pytest.approx(bare["loss"].item(), rel=1e-6)
+    assert not model.embed({"input_ids": tokens[:, :0], "attention_mask": mask[:, :0]}).any()
     with pytest.raises(InputError, match="nothing to predict"):
         model({"input_ids": tokens, "attention_mask": mask})
     with pytest.raises(InputError, match="model.max_seq_len"):

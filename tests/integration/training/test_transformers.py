@@ -46,6 +46,7 @@ def alone(tmp_path_factory) -> dict[str, Seen]:
     trainings |= {f"from-{step}": {"checkpoint": str(folder / f"whole/checkpoint-{step}")} for step in (3, 7, 9)}
     trainings["two"] = {"accumulate": 2}
     trainings["two-from-2"] = {"accumulate": 2, "checkpoint": str(folder / "two/checkpoint-2")}
+    trainings["two-from-5"] = {"accumulate": 2, "checkpoint": str(folder / "two-from-2/checkpoint-5")}
     return {name: of_rank for name, (of_rank,) in run(folder, 1, trainings).items()}
 
 
@@ -65,6 +66,7 @@ def test_one_process_goes_on_from_its_checkpoints(step, alone):
 
 def test_accumulated_batches_are_not_read_twice_after_a_checkpoint(alone):
     assert alone["two-from-2"]["train"] == alone["two"]["train"][4:]
+    assert alone["two-from-5"]["train"] == alone["two"]["train"][9:]
 
 
 def test_two_ranks_share_each_epoch_and_go_on_in_the_middle_of_one(tmp_path):

@@ -146,6 +146,8 @@ def test_objects_other_than_batches_of_X_are_refused():
             transform(torch.zeros(3, 3))
         with pytest.raises(InputError, match="got one with rna, index"):
             transform(Batch(rna=Batch(X=torch.zeros(3, 3)), index=torch.arange(3)))
+        with pytest.raises(InputError, match=r"each of the 4 cells .* shape \(3, 3\)"):
+            transform(Batch(X=torch.zeros(3, 3), index=torch.arange(4)))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_padding_reaches_the_longest_cell_or_the_largest_length():
     ("name", "text", "ids"),
     [
         ("v.json", json.dumps({"b": 7, CLS: 0}), {"b": 7, CLS: 0, PAD: 8, MASK: 9}),
-        ("v.txt", "<pad>\nb\na\n", {PAD: 0, "b": 1, "a": 2, MASK: 3, CLS: 4}),
+        ("v.txt", "\ufeff<pad>\nb\na\n", {PAD: 0, "b": 1, "a": 2, MASK: 3, CLS: 4}),
         ("v", "b\na", {"b": 0, "a": 1, PAD: 2, MASK: 3, CLS: 4}),
     ],
 )
@@ -284,6 +284,11 @@ def batch_with(value: float) -> Batch:
         (lambda: RankTokens(GENES, padding=True), InputError, "padding"),
         (lambda: RankTokens(GENES, seed=-1), InputError, "seed"),
         (lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 4), index=torch.arange(2))), InputError, "4 .* 9 "),
+        (
+            lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 9), index=torch.arange(3))),
+            InputError,
+            "each of the 3 cells",
+        ),
         (lambda: RankTokens(GENES)(batch_with(math.nan)), InputError, "row 31 "),
         (lambda: RankTokens(GENES)(batch_with(math.inf)), InputError, "row 31 "),
         (lambda: ValueBins(GENES)(batch_with(-1)), InputError, "row 31 "),
