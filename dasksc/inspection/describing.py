@@ -67,9 +67,10 @@ def describe(
     >>> report.n_obs, report.matrices[0].encoding
     (2000, 'csr')
     """
-    if not 0 <= seconds < math.inf:
+    duration: Any = seconds
+    if not isinstance(duration, int | float) or not 0 <= duration < math.inf:
         raise InputError(f"seconds={seconds} is no duration; give 0 to skip the speed tests")
-    chosen = OpenOptions(storage_options=dict(storage_options or {}))
+    chosen = OpenOptions(storage_options=storage_options or {})
     opened: AnnData | Modalities
     parts: list[Any] = [data]
     if is_modalities(data):
@@ -79,12 +80,12 @@ def describe(
     else:
         opened = data
         if not isinstance(data, AnnData):
+            opened = opening.open(data, names=False, join=join, storage_options=storage_options)
             several = atlas_inputs(data, chosen.storage_options)
             if several is not None:
                 parts = [one for _, one in several]
             elif files := files_of(where_of(data, chosen), chosen):
                 parts = [*files]
-            opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
     matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
+from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.atlas.opening import is_several
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
@@ -102,7 +104,9 @@ def suggest_parameters(
     share: Any = target_ram_fraction
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
-    if isinstance(data_collection, str | os.PathLike):
+    if isinstance(data_collection, str | os.PathLike) and is_modalities(data_collection):
+        data_collection = Modalities(data_collection)
+    elif isinstance(data_collection, str | os.PathLike) or is_several(data_collection):
         data_collection = open_atlas(data_collection)
     limit = memory_limit()  # of the machine or the cgroup
     available_bytes = limit.n_bytes - limit.held
@@ -118,7 +122,7 @@ def suggest_parameters(
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
     fetch_factor = int(budget_bytes // max(batch_size * sample_bytes, 1))
     fetch_factor = min(fetch_factor, _MAX_FETCH_FACTOR)
-    n_obs = getattr(data_collection, "shape", (None,))[0]
+    n_obs = data_collection.shape[0] if hasattr(data_collection, "shape") else len(data_collection)
     if isinstance(n_obs, int):  # a fetch cannot exceed the collection
         fetch_factor = min(fetch_factor, -(-n_obs // batch_size))
     fetch_factor = max(fetch_factor, 1)

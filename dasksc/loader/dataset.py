@@ -302,6 +302,7 @@ class scDataset(IterableDataset[Any]):
         self._iteration = 0
         self._place: EpochPosition | Epoch | None = None  # current position; None before the first epoch
         self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
+        self._is_of_worker = False  # whether it is the position of this DataLoader worker, not that of the rank
         self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
@@ -468,7 +469,17 @@ class scDataset(IterableDataset[Any]):
             segment, its world size, batch size and fetch factor, and the number of batches that every rank has read
             with them.
         """
-        position = self._position or EpochPosition(self._counter.peek())
+        position, worker, following = self._position, get_worker_info(), self._counter.peek()
+        by_workers = worker is None and self._counter.reports() is not None
+        if position is None or (by_workers and position.epoch < following):
+            position = EpochPosition(following)
+            if worker is None and (epoch := self._counter.unfinished()) is not None:
+                logger.warning(
+                    "the state does not contain the position of DataLoader workers, which have read a part of epoch "
+                    "%d: a run resumed from this state skips the rest of that epoch. Use num_workers=0, or save the "
+                    "state of torchdata's StatefulDataLoader",
+                    epoch,
+                )
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "seed": self.seed,
@@ -477,16 +488,8 @@ class scDataset(IterableDataset[Any]):
             "settings": settings_of(self.spec),
             "consumed": [astuple(segment) for segment in position.consumed],
         }
-        worker = get_worker_info()
         if worker is not None:
             state["worker"] = (worker.id, worker.num_workers)
-        elif (epoch := self._counter.unfinished()) is not None:
-            logger.warning(
-                "the state does not contain the position of DataLoader workers, which have read a part of epoch %d: a "
-                "run resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of "
-                "torchdata's StatefulDataLoader",
-                epoch,
-            )
         return state
 
     def load_state_dict(self, state: Any) -> None:
@@ -522,6 +525,7 @@ class scDataset(IterableDataset[Any]):
             )
         self.ranks.seed = seed
         self._place = self._loaded = position
+        self._is_of_worker = worker is not None
         if worker is None:
             self._counter.set(position.epoch)
         else:
@@ -564,6 +568,9 @@ class scDataset(IterableDataset[Any]):
             )
         consumed, n_done = self._consumed(loaded, number, world)
         plan = self._plan_of(world, number, consumed)
+        if worker is not None and not self._is_of_worker:  # of the batches that the rank had read, those of this worker
+            k, n_in_fetch = divmod(n_done, self.fetch_factor)
+            n_done = len(range(first, k, n_workers)) * self.fetch_factor + n_in_fetch * (k % n_workers == first)
         if not plan.n_batches and not consumed and plan.n_dropped == plan.n_rows and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
         agreement = self.ranks.agreement if worker is None else None

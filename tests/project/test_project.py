@@ -121,14 +121,6 @@ def test_the_recipe_has_the_dependencies_of_the_project():
     assert commands == [f"{name} = {target}" for name, target in PYPROJECT["project"]["scripts"].items()]
 
 
-def test_the_recipe_is_one_for_rattler_build():
-    rattler_build = pytest.importorskip("rattler_build")
-    (variant,) = rattler_build.Stage0Recipe.from_file(ROOT / "recipe" / "recipe.yaml").render()
-    rendered = variant.recipe.to_dict()
-    assert rendered["package"] == {"name": "dasksc", "version": PYPROJECT["project"]["version"]}
-    assert rendered["build"]["noarch"] == "python"
-
-
 def test_files_contain_no_local_paths():
     parts = ("dasksc", "tests", "benchmarks", "examples", "docs", "recipe")
     listed = [*ROOT.glob("*"), *(path for part in parts for path in (ROOT / part).rglob("*"))]

@@ -86,6 +86,16 @@ def test_a_data_set_that_was_read_in_the_parent_does_not_hang_forked_workers(pat
     assert len(list(half)) == len(one) - 3
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_read_the_rest_of_an_epoch_that_the_main_process_began(path, epochs, num_workers):
+    half, rest = dataset(path), dataset(path)
+    begun = rows(islice(half, 5))
+    rest.load_state_dict(half.state_dict())
+    loader = DataLoader(rest, batch_size=None, num_workers=num_workers)
+    assert sorted(begun + rows(loader)) == sorted(epochs[0])
+    assert (rest.state_dict()["epoch"], sorted(rows(loader))) == (1, sorted(epochs[1]))
+
+
 def test_a_state_saved_after_workers_read_a_part_of_an_epoch_is_warned_about(path, caplog):
     one = dataset(path)
     loader = DataLoader(one, batch_size=None, num_workers=2)
