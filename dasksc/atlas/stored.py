@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -425,11 +426,12 @@ class AnnDataView:
         result = AnnData(
             X=None if adata.X is None else read("X", adata.X),
             obs=obs.set_axis(numbers),
-            var=adata.var,
-            uns=adata.uns,
+            # Hooks may change what is not of the rows, as `scanpy.pp.log1p` does.
+            var=adata.var.copy(),
+            uns=copy.deepcopy(dict(adata.uns)),
             layers={name: read(f"layers/{name}", array) for name, array in layers_of(adata).items()},
             obsm={name: read(f"obsm/{name}", array) for name, array in adata.obsm.items()},
-            varm=dict(adata.varm),
+            varm={name: element.copy() for name, element in adata.varm.items()},
         )
         result.obs_names = obs.index
         return result

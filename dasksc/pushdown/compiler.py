@@ -216,7 +216,7 @@ class Compiler:
         else:
             n_rows = next(iter(self._literal(key, second)), 0)
         if n_rows == 1:
-            return self._applied(key, task, dict.fromkeys(task.dependencies, True))
+            return self._applied(key, task, {one: one in sources for one in task.dependencies})
         children = tuple(self._nodes[one] for one in sources if one in self._nodes)
         if not len(children) == len(sources) == n_rows:
             raise _refused(key, "joins stored rows with other values, or a grid of chunks. Join arrays of files only")

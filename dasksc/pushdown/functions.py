@@ -200,6 +200,8 @@ def for_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(_elementwise, function)
     if _name(function) == _SCALE_ROWS:
         return functools.partial(_scaled_rows, function)
+    if function in (np.asarray, np.ascontiguousarray):
+        return lambda *args, **kwargs: function(*map(_dense, args), **kwargs)
     package, module, *_ = *_module_of(function).split("."), ""
     if package in ("numpy", "scipy") and module != "sparse" and not _is_among(function, _METHODS):
         return functools.partial(_of_dense, function)

@@ -175,7 +175,24 @@ def concatenate_rows(blocks: list[Any]) -> Any:
     """Concatenate blocks along the rows."""
     if len(blocks) == 1:
         return blocks[0]
-    return sp.vstack(blocks, format="csr") if any(map(sp.issparse, blocks)) else np.concatenate(blocks)
+    if not any(map(sp.issparse, blocks)):
+        return np.concatenate(blocks)
+    joined = sp.vstack(list(map(_wide, blocks)), format="csr")
+    joined.data = joined.data.astype(np.result_type(*(block.dtype for block in blocks)), copy=False)
+    return joined
+
+
+def _wide(block: Any) -> Any:
+    """Return a block in a type that SciPy supports, which float16 is not."""
+    return block.astype(np.float32) if block.dtype == np.float16 else block
+
+
+def _indexed(block: Any, index: Any) -> Any:
+    if not sp.issparse(block) or block.dtype != np.float16:
+        return block[index]
+    taken = _wide(block)[index]
+    taken.data = taken.data.astype(np.float16)
+    return taken
 
 
 def _computed(tasks: Mapping[Key, GraphNode], keys: list[Key]) -> list[Any]:
@@ -279,7 +296,7 @@ class Plan:
             needs = tuple(at_rows(node.rows, need) for node, need in zip(nodes, needs, strict=True))
         step = self.step(tuple(node.child for node in nodes), needs)
         rest = nodes[0].rest
-        return (lambda: step()[(slice(None), *rest)]) if rest else step
+        return (lambda: _indexed(step(), (slice(None), *rest))) if rest else step
 
     def _concat(self, nodes: tuple[Concat, ...], needs: Needs) -> Step:
         # Children of the same kind are computed together.
@@ -295,7 +312,7 @@ class Plan:
         children, rows, places = zip(*(zip(*group, strict=True) for group in groups.values()), strict=True)
         steps = list(map(self.step, children, rows))
         order = np.argsort(np.concatenate([place for group in places for place in group]), kind="stable")
-        return lambda: concatenate_rows([step() for step in steps])[order]
+        return lambda: _indexed(concatenate_rows([step() for step in steps]), order)
 
     def _apply(self, nodes: tuple[Apply, ...], needs: Needs) -> Step:
         # One call of the first task serves all nodes: their tasks differ only in the names of their inputs.

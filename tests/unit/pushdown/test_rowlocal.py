@@ -88,7 +88,6 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "gene weights of a partial function": lambda x: x.map_blocks(
         partial(np.multiply, np.arange(N_VARS)), dtype=float, meta=x._meta.astype(float)
     ),
-    "itself": lambda x: x * da.log1p(x),
     "squares": lambda x: x**2,
     "squares of what was divided by gene": lambda x: (x / WEIGHTS) ** 2,
     "beyond a number for each gene, and few": lambda x: (x > WEIGHTS) & (x < 9),
@@ -101,6 +100,7 @@ UNUSUAL[2] = np.nan
 # Code that maps zeros to other values.
 DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
     "one more": lambda x: da.log2(x + 1),
+    "made dense": lambda x: x.map_blocks(np.asarray),
     "divided by zeros": lambda x: x / UNUSUAL,
     "divided by zeros of rows": lambda x: x / (SIZES[:, None] - 5),
     "infinitely weighted by itself": lambda x: x * (x / UNUSUAL),
@@ -120,6 +120,7 @@ DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
     "two matrices": lambda x: x + to_dask(as_matrix(np.arange(1.0 * N_OBS * N_VARS).reshape(N_OBS, -1), "Y")),
     "a matrix and itself, rows apart": lambda x: x[:50] - x[10:],
     "chunks of columns": lambda x: da.log1p(x.rechunk((13, 5))),
+    "genes of joined columns": lambda x: da.concatenate([x, x], axis=1)[:, [20, 1, 3]],
 }
 
 LOCAL = [(layout, name) for layout in LAYOUTS for name in ANY_LAYOUT | ELEMENTWISE]

@@ -287,7 +287,6 @@ def batch_with(value: float) -> Batch:
         (
             lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 9), index=torch.arange(3))),
             InputError,
-            "each of the 3 cells",
         ),
         (lambda: RankTokens(GENES)(batch_with(math.nan)), InputError, "row 31 "),
         (lambda: RankTokens(GENES)(batch_with(math.inf)), InputError, "row 31 "),
