@@ -25,7 +25,7 @@ from anndata.io import write_elem
 
 from dasksc.atlas.elements import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.errors import InputError, StorageError
-from dasksc.output.work_folder import WorkFolder, is_node
+from dasksc.output.work_folder import WorkFolder, atomic_path, is_node
 from dasksc.plan.ranks import World, shared_store
 from dasksc.readers.names import digest_names
 from dasksc.readers.options import OpenOptions
@@ -146,7 +146,8 @@ def require_same_cells(store: Path, n_obs: int, names: Names) -> None:
 
 def complete_store(store: Path, n_obs: int, names: Names, columns: list[str]) -> None:
     """Add the other elements of AnnData to a folder with arrays in obsm and columns in obs."""
-    root = zarr.open_group(store, mode="a", zarr_format=3)
+    # A process that was killed may have consolidated the metadata already.
+    root = zarr.open_group(store, mode="a", zarr_format=3, use_consolidated=False)
     obs = root.require_group("obs")
     table = {"encoding-type": "dataframe", "encoding-version": "0.2.0", "_index": "_index", "column-order": columns}
     obs.update_attributes(table)
@@ -184,6 +185,11 @@ def extend_store(store: Path, source: Path, keys: Iterable[str], columns: list[s
     # Calls with other keys have other work folders, but change the same metadata.
     publishing = store.with_name(f"{store.name}.publishing")
     with WorkFolder(store, publishing, what="prediction").locked(wait=True):
+        metadata = metadata_of(store)
+        is_consolidated = metadata.pop("consolidated_metadata", None) is not None
+        if is_consolidated:  # after a kill, it would describe elements that others have replaced
+            with atomic_path(store / "zarr.json") as path:
+                path.write_text(json.dumps(metadata))
         root: Any = zarr.open_group(store, mode="r+", use_consolidated=False)
         root.require_group("obsm").update_attributes(_DICT)
         for key in keys:
@@ -194,5 +200,5 @@ def extend_store(store: Path, source: Path, keys: Iterable[str], columns: list[s
             os.rename(source / key, store / key)
         order = list(root["obs"].attrs["column-order"])
         root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
-        if "consolidated_metadata" in metadata_of(store):
+        if is_consolidated:
             zarr.consolidate_metadata(str(store))

@@ -50,7 +50,7 @@ class Report(dict[str, Any]):
                 more = [[f"and {len(fact) - _N_SHOWN:,} more"]] if len(fact) > _N_SHOWN else []
                 yield name, [columns, *rows, *more]
             elif isinstance(fact, list) and fact:
-                yield name, [[text] for text in fact]
+                yield name, [[str(text)] for text in fact]
 
 
 def _lines(title: str, rows: list[list[str]]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import operator
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -303,6 +304,8 @@ class scDataset(IterableDataset[Any]):
         self._place: EpochPosition | Epoch | None = None  # current position; None before the first epoch
         self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
         self._is_of_worker = False  # whether it is the position of this DataLoader worker, not that of the rank
+        self._loaded_at = 0  # epochs begun before; the state is of the one that begins next
+        self._begun_in: int | None = None  # process that has begun an epoch
         self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
@@ -390,13 +393,22 @@ class scDataset(IterableDataset[Any]):
         """Number of batches of this rank in the next iteration; for a resumed epoch, the remaining ones."""
         epoch = self._counter.peek()
         world = self.ranks.current_world()
-        consumed, n_done = self._consumed(self._loaded, epoch, world)
+        consumed, n_done = self._consumed(self._resumed(), epoch, world)
         return self._plan_of(world, epoch, consumed).n_batches - n_done
+
+    def _resumed(self) -> EpochPosition | None:
+        """Return the loaded position, unless an epoch has begun since, perhaps in DataLoader workers."""
+        worker = get_worker_info()
+        if worker is None:
+            n_begun = self._counter.begun()
+        else:
+            n_begun, _ = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
+        return self._loaded if self._is_of_worker or n_begun == self._loaded_at else None
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
         self._counter.set(checks.whole_number("epoch", epoch, 0, 2**32))
-        self._place = self._loaded
+        self._place = self._resumed()
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:
         return EpochPlan(
@@ -471,7 +483,12 @@ class scDataset(IterableDataset[Any]):
         """
         position, worker, following = self._position, get_worker_info(), self._counter.peek()
         by_workers = worker is None and self._counter.reports() is not None
-        if position is None or (by_workers and position.epoch < following):
+        of_rank = worker is not None and not self._is_of_worker and self._begun_in != os.getpid()
+        if worker is not None and of_rank:  # before the first batch of this worker, which began no epoch here
+            _, number = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
+            loaded = self._resumed()
+            position = loaded if loaded is not None and loaded.epoch == number else EpochPosition(number)
+        elif position is None or (by_workers and position.epoch < following):
             position = EpochPosition(following)
             if worker is None and (epoch := self._counter.unfinished()) is not None:
                 logger.warning(
@@ -489,7 +506,7 @@ class scDataset(IterableDataset[Any]):
             "consumed": [astuple(segment) for segment in position.consumed],
         }
         if worker is not None:
-            state["worker"] = (worker.id, worker.num_workers)
+            state |= {"worker": (worker.id, worker.num_workers), "of_rank": of_rank}
         return state
 
     def load_state_dict(self, state: Any) -> None:
@@ -516,7 +533,8 @@ class scDataset(IterableDataset[Any]):
                 "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
                 "from its own. Use the same num_workers as before"
             )
-        if worker is not None and self._consumed(position, position.epoch, self.ranks.current_world())[0]:
+        others, _ = self._consumed(position, position.epoch, self.ranks.current_world())
+        if worker is not None and others and others == position.consumed and not state.get("of_rank"):
             last = position.consumed[-1]
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
@@ -525,11 +543,13 @@ class scDataset(IterableDataset[Any]):
             )
         self.ranks.seed = seed
         self._place = self._loaded = position
-        self._is_of_worker = worker is not None
+        self._is_of_worker = worker is not None and not state.get("of_rank")
         if worker is None:
             self._counter.set(position.epoch)
+            self._loaded_at = self._counter.begun()
         else:
             self._counter.resume(worker.seed - worker.id, worker.id, worker.num_workers, position.epoch)
+            self._loaded_at, _ = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
 
     def __iter__(self) -> Iterator[Any]:
         reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
@@ -554,10 +574,11 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is None:
-            number = self._counter.advance()
+            loaded, number = self._resumed(), self._counter.advance()
         else:
             number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-        loaded, self._loaded = self._loaded, None
+            loaded = self._resumed()
+        self._loaded, self._begun_in = None, os.getpid()
         if loaded is not None and loaded.epoch != number:
             # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set
             # that still holds the loaded state.

@@ -28,7 +28,7 @@ _REMEMBERED_PASSES = 16
 class _File:
     """File of a count, which disappears with the last of the counters of its process."""
 
-    def __init__(self, next_epoch: int) -> None:
+    def __init__(self, next_epoch: int, begun: int) -> None:
         try:
             if sys.platform == "linux":
                 descriptor = os.memfd_create(f"dasksc-epoch-{secrets.token_hex(8)}")
@@ -37,7 +37,8 @@ class _File:
                 descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
                 weakref.finalize(self, _remove, self.path, os.getpid())
             weakref.finalize(self, os.close, descriptor)
-            os.write(descriptor, json.dumps({"next": next_epoch, "passes": [], "by_workers": False}).encode())
+            count = {"next": next_epoch, "begun": begun, "passes": [], "by_workers": False}
+            os.write(descriptor, json.dumps(count).encode())
         except OSError as error:
             raise StorageError(
                 f"the file of an epoch counter cannot be made: {error}. Free memory or disk space, or close files"
@@ -57,26 +58,28 @@ class EpochCounter:
     # or if the copy begins an epoch in another process that is not a DataLoader worker, but a rank of its own.
 
     def __init__(self) -> None:
-        self._make(next_epoch=0)
+        self._make(next_epoch=0, begun=0)
 
-    def _make(self, next_epoch: int) -> None:
-        self._file: _File | None = _File(next_epoch)
+    def _make(self, next_epoch: int, begun: int) -> None:
+        self._file: _File | None = _File(next_epoch, begun)
         self._path, self._name = self._file.path, self._file.name
         _files[self._name] = self._file
-        self._next = next_epoch
+        self._next, self._begun = next_epoch, begun
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"next": self.peek(), "path": self._path, "name": self._name, "pid": self._pid}
+        count = {"next": self.peek(), "begun": self._begun}
+        return count | {"path": self._path, "name": self._name, "pid": self._pid}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._next, self._path, self._name, self._pid = (state[name] for name in ("next", "path", "name", "pid"))
+        self._next, self._begun = state["next"], state["begun"]
+        self._path, self._name, self._pid = state["path"], state["name"], state["pid"]
         self._file = _files.get(self._name)  # None in another process
         self._require_file()  # DataLoader workers of this process shall share a new file
 
     def _require_file(self) -> None:
         if not (os.path.exists(self._path) and os.path.realpath(self._path) == self._name):
-            self._make(self._next)
+            self._make(self._next, self._begun)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
@@ -86,7 +89,7 @@ class EpochCounter:
             before = file.readall()
             state = json.loads(before)
             yield state
-            self._next = state["next"]
+            self._next, self._begun = state["next"], state["begun"]
             # A single write keeps the file valid if the process is killed. If the previous contents were longer, spaces
             # overwrite their end.
             file.seek(0)
@@ -96,6 +99,11 @@ class EpochCounter:
         with self._locked() as state:
             return int(state["next"])
 
+    def begun(self) -> int:
+        """Return the number of epochs that have begun, also repeated ones."""
+        with self._locked() as state:
+            return int(state["begun"])
+
     def set(self, epoch: int) -> None:
         with self._locked() as state:
             state["next"] = epoch
@@ -103,10 +111,10 @@ class EpochCounter:
     def advance(self) -> int:
         """Begin an epoch in this process and return its number."""
         if self._pid != os.getpid():
-            self._make(self.peek())
+            self._make(self.peek(), self._begun)
         with self._locked() as state:
             epoch = int(state["next"])
-            state |= {"next": epoch + 1, "by_workers": False}
+            state |= {"next": epoch + 1, "begun": state["begun"] + 1, "by_workers": False}
             return epoch
 
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
@@ -127,6 +135,12 @@ class EpochCounter:
                 one = _begin(state, base_seed, n_workers, int(state["next"]))
             one["workers"].append(worker)
             return int(one["epoch"])
+
+    def pass_of(self, base_seed: int, n_workers: int) -> tuple[int, int]:
+        """Return how many epochs began before a pass, which may have begun, and its epoch."""
+        with self._locked() as state:
+            one = _latest(state, base_seed, n_workers)
+            return (state["begun"], state["next"]) if one is None else (one["number"], one["epoch"])
 
     def report(
         self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
@@ -164,8 +178,8 @@ def _latest(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int | 
 
 def _begin(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int) -> Any:
     """Begin a pass over `epoch`, after which the next one reads ``epoch + 1``."""
-    one = {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [], "reports": {}}
-    state["next"] = epoch + 1
+    one = {"seed": base_seed, "of": n_workers, "epoch": epoch, "number": state["begun"], "workers": [], "reports": {}}
+    state |= {"next": epoch + 1, "begun": state["begun"] + 1}
     state["passes"] = [*state["passes"][1 - _REMEMBERED_PASSES :], one]
     return one
 

@@ -94,6 +94,8 @@ def test_workers_read_the_rest_of_an_epoch_that_the_main_process_began(path, epo
     loader = DataLoader(rest, batch_size=None, num_workers=num_workers)
     assert sorted(begun + rows(loader)) == sorted(epochs[0])
     assert (rest.state_dict()["epoch"], sorted(rows(loader))) == (1, sorted(epochs[1]))
+    rest.set_epoch(0)
+    assert sorted(rows(loader)) == sorted(epochs[0])
 
 
 def test_a_state_saved_after_workers_read_a_part_of_an_epoch_is_warned_about(path, caplog):
