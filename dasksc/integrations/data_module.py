@@ -195,8 +195,8 @@ class _TrainingLoader:
             yield batch
 
     @property
-    def _n_batches(self) -> int:
-        return len(self) if self._module.trainer is None else int(self._module.trainer.num_training_batches)
+    def _n_batches(self) -> Any:  # infinite for a trainer that has not trained
+        return len(self) if self._module.trainer is None else self._module.trainer.num_training_batches
 
     def state(self) -> dict[str, Any]:
         dataset = self._dataset.state_dict()
