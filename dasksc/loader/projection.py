@@ -257,8 +257,9 @@ class MemoryProjection:
 
     def held_row_bytes(self, unmapped: Collection[str]) -> float:
         """Return the anonymous memory that a fetched row holds, in bytes."""
-        costs = [self._read[label] if label in unmapped else cost for label, cost in self._mapped.items()]
-        return sum(max(cost.row, cost.held) if self.is_interprocess else cost.held for cost in costs)
+        costs = (self._read[label] if label in unmapped else cost for label, cost in self._mapped.items())
+        is_sent = self.is_interprocess
+        return sum(max(cost.row, cost.held) if is_sent else cost.held for cost in costs)
 
     def n_parts(self, fetch_factor: int, row_bytes: float) -> int:
         """Return the number of tasks per fetch; 1 if a fetch holds little memory, as with mapped files."""
