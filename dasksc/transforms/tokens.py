@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from dasksc.batches.batch import Batch, check_rows
-from dasksc.checks import check_flags, check_one_of, whole_number
+from dasksc.checks import check_flags, check_one_of, some, whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
@@ -113,6 +114,13 @@ class _Tokens:
         self.padding = padding
         self.seed = whole_number("seed", seed, 0, 2**64)
         self._ids = vocabulary.ids_of(names, missing=missing)
+        kept = Counter(name for name, i in zip(names, self._ids, strict=True) if i >= 0)
+        if repeated := [name for name, n in kept.items() if n > 1]:
+            raise InputError(
+                f"genes repeats {some(repeated)}, so a cell could have such a token twice. Make them unique "
+                "(adata.var_names_make_unique()), or give genes=list(dict.fromkeys(genes)) to the tokenizer and "
+                "to scDataset, with genes_repeated='sum'"
+            )
         self._genes = self._ids[self._ids >= 0]  # ids that may replace a gene
 
     @property

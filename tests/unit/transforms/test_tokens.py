@@ -281,6 +281,7 @@ def batch_with(value: float) -> Batch:
         (lambda: RankTokens(GENES, random_replace_ratio=0.6, keep_ratio=0.5), InputError, "0.6.*keep_ratio=0.5"),
         (lambda: RankTokens(GENES, prepend_cls="no"), InputError, "prepend_cls.*'no'"),
         (lambda: RankTokens(GENES, missing="ignore"), InputError, "'error'.*'drop'"),
+        (lambda: ValueBins([*GENES, GENES[0]], vocabulary=Vocabulary.of_genes(GENES)), InputError, "repeats 'gene0'"),
         (lambda: RankTokens(GENES, padding=True), InputError, "padding"),
         (lambda: RankTokens(GENES, seed=-1), InputError, "seed"),
         (lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 4), index=torch.arange(2))), InputError, "4 .* 9 "),
