@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
 import operator
-import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +30,9 @@ from dasksc.loader.epoch import Epoch
 from dasksc.loader.genes import Missing, Repeated
 from dasksc.loader.position import (
     STATE_VERSION,
-    EpochPosition,
+    EpochTracker,
     RankSession,
+    of_worker,
     parse_state,
     settings_of,
     settings_of_batches,
@@ -43,7 +44,6 @@ from dasksc.plan.binding import StrategyName, as_strategy, bind, is_random, reas
 from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
-from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.ranks import World
 from dasksc.plan.samplers import Sampler, StratifiedSampler
 from dasksc.plan.sets import SetSampler
@@ -299,14 +299,8 @@ class scDataset(IterableDataset[Any]):
         self.fetch_factor = self.memory.fetch_factor
         others = changed_arguments(scDataset.__init__, given | {"fetch_factor": self.fetch_factor})
         self._arguments = {"strategy": brief(spec.strategy), "batch_size": brief(batch_size)} | others
-        self._counter = EpochCounter()
+        self._epochs = EpochTracker()
         self._iteration = 0
-        self._place: EpochPosition | Epoch | None = None  # current position; None before the first epoch
-        self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
-        self._is_of_worker = False  # whether it is the position of this DataLoader worker, not that of the rank
-        self._loaded_at = 0  # epochs begun before; the state is of the one that begins next
-        self._begun_in: int | None = None  # process that has begun an epoch
-        self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._plan_of(self.ranks.detect(), epoch=0)  # raises an error for inconsistent sizes
@@ -391,24 +385,17 @@ class scDataset(IterableDataset[Any]):
     @property
     def n_batches_left(self) -> int:
         """Number of batches of this rank in the next iteration; for a resumed epoch, the remaining ones."""
-        epoch = self._counter.peek()
-        world = self.ranks.current_world()
-        consumed, n_done = self._consumed(self._resumed(), epoch, world)
-        return self._plan_of(world, epoch, consumed).n_batches - n_done
+        world, position = self.ranks.current_world(), self._epochs.next()
+        consumed, n_done = position.parted(self._sizes(world))
+        return self._plan_of(world, position.epoch, consumed).n_batches - n_done
 
-    def _resumed(self) -> EpochPosition | None:
-        """Return the loaded position, unless an epoch has begun since, perhaps in DataLoader workers."""
-        worker = get_worker_info()
-        if worker is None:
-            n_begun = self._counter.begun()
-        else:
-            n_begun, _ = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
-        return self._loaded if self._is_of_worker or n_begun == self._loaded_at else None
+    def _sizes(self, world: World) -> tuple[int, int, int]:
+        """Return the sizes on which the segments of an epoch depend."""
+        return world.world_size, self.batch_size, self.fetch_factor
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
-        self._counter.set(checks.whole_number("epoch", epoch, 0, 2**32))
-        self._place = self._resumed()
+        self._epochs.set_epoch(checks.whole_number("epoch", epoch, 0, 2**32))
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:
         return EpochPlan(
@@ -427,7 +414,7 @@ class scDataset(IterableDataset[Any]):
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Return the plan of this rank for an epoch; default: the next one to be read."""
         _ = self.seed  # makes the ranks agree on a seed
-        return self._plan_of(self.ranks.current_world(), self._counter.peek() if epoch is None else epoch)
+        return self._plan_of(self.ranks.current_world(), self._epochs.counter.peek() if epoch is None else epoch)
 
     @property
     def fingerprint(self) -> str:
@@ -450,22 +437,6 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
 
-    @property
-    def _position(self) -> EpochPosition | None:
-        return self._place.position() if isinstance(self._place, Epoch) else self._place
-
-    def _consumed(
-        self, position: EpochPosition | None, epoch: int, world: World
-    ) -> tuple[tuple[ConsumedSegment, ...], int]:
-        """Return the segments of an epoch that were read with other sizes, and the number of batches with its own."""
-        if position is None or position.epoch != epoch or not position.consumed:
-            return (), 0
-        *others, last = position.consumed
-        sizes = world.world_size, self.batch_size, self.fetch_factor
-        if (last.world_size, last.batch_size, last.fetch_factor) == sizes:
-            return tuple(others), last.n_batches
-        return position.consumed, 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position from which `load_state_dict` resumes.
 
@@ -481,22 +452,7 @@ class scDataset(IterableDataset[Any]):
             segment, its world size, batch size and fetch factor, and the number of batches that every rank has read
             with them.
         """
-        position, worker, following = self._position, get_worker_info(), self._counter.peek()
-        by_workers = worker is None and self._counter.reports() is not None
-        of_rank = worker is not None and not self._is_of_worker and self._begun_in != os.getpid()
-        if worker is not None and of_rank:  # before the first batch of this worker, which began no epoch here
-            _, number = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
-            loaded = self._resumed()
-            position = loaded if loaded is not None and loaded.epoch == number else EpochPosition(number)
-        elif position is None or (by_workers and position.epoch < following):
-            position = EpochPosition(following)
-            if worker is None and (epoch := self._counter.unfinished()) is not None:
-                logger.warning(
-                    "the state does not contain the position of DataLoader workers, which have read a part of epoch "
-                    "%d: a run resumed from this state skips the rest of that epoch. Use num_workers=0, or save the "
-                    "state of torchdata's StatefulDataLoader",
-                    epoch,
-                )
+        (position, of_rank), worker = self._epochs.to_save(), get_worker_info()
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "seed": self.seed,
@@ -533,7 +489,7 @@ class scDataset(IterableDataset[Any]):
                 "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
                 "from its own. Use the same num_workers as before"
             )
-        others, _ = self._consumed(position, position.epoch, self.ranks.current_world())
+        others, _ = position.parted(self._sizes(self.ranks.current_world()))
         if worker is not None and others and others == position.consumed and not state.get("of_rank"):
             last = position.consumed[-1]
             raise InputError(
@@ -542,14 +498,7 @@ class scDataset(IterableDataset[Any]):
                 "or resume from a state saved at the end of an epoch"
             )
         self.ranks.seed = seed
-        self._place = self._loaded = position
-        self._is_of_worker = worker is not None and not state.get("of_rank")
-        if worker is None:
-            self._counter.set(position.epoch)
-            self._loaded_at = self._counter.begun()
-        else:
-            self._counter.resume(worker.seed - worker.id, worker.id, worker.num_workers, position.epoch)
-            self._loaded_at, _ = self._counter.pass_of(worker.seed - worker.id, worker.num_workers)
+        self._epochs.load(position, of_rank=worker is None or bool(state.get("of_rank")))
 
     def __iter__(self) -> Iterator[Any]:
         reader = sys._getframe(1).f_locals.get("self")  # the object that requests the batches
@@ -563,8 +512,7 @@ class scDataset(IterableDataset[Any]):
                 "DataLoader(dataset, batch_size=None)"
             )
         self._refuse_sharding(reader)
-        if self._finished is not None:
-            self._place, self._finished = EpochPosition(self._finished + 1), None
+        self._epochs.leave()
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -573,23 +521,11 @@ class scDataset(IterableDataset[Any]):
         world = self.ranks.require_same_world()
         worker = get_worker_info()
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if worker is None:
-            loaded, number = self._resumed(), self._counter.advance()
-        else:
-            number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-            loaded = self._resumed()
-        self._loaded, self._begun_in = None, os.getpid()
-        if loaded is not None and loaded.epoch != number:
-            # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set
-            # that still holds the loaded state.
-            logger.log(
-                logging.WARNING if worker is None else logging.DEBUG,
-                "the loaded state belongs to epoch %d and not to epoch %d, which therefore starts from the beginning",
-                *(loaded.epoch, number),
-            )
-        consumed, n_done = self._consumed(loaded, number, world)
+        position = self._epochs.begin()
+        number, (consumed, n_done) = position.epoch, position.parted(self._sizes(world))
         plan = self._plan_of(world, number, consumed)
-        if worker is not None and not self._is_of_worker:  # of the batches that the rank had read, those of this worker
+        if worker is not None and not self._epochs.is_of_worker:
+            # Of the batches that the rank had read, only some are of this worker.
             k, n_in_fetch = divmod(n_done, self.fetch_factor)
             n_done = len(range(first, k, n_workers)) * self.fetch_factor + n_in_fetch * (k % n_workers == first)
         if not plan.n_batches and not consumed and plan.n_dropped == plan.n_rows and plan.rank == 0 and first == 0:
@@ -609,16 +545,13 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = epoch.stats
-        self._place = epoch  # before reading, so that an epoch that fails can also be resumed
+        self._epochs.place = epoch.position  # before reading, so that an epoch that fails can also be resumed
         batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
             for batch in batches:
-                self._place = epoch
+                self._epochs.place = epoch.position
                 yield batch
-            if worker is not None:
-                self._finished = number
-            elif self._place is epoch:  # not another iterator's
-                self._place = EpochPosition(number + 1)
+            self._epochs.finish(number, epoch.position)
         finally:
             batches.close()
             if worker is not None:
@@ -677,12 +610,12 @@ class scDataset(IterableDataset[Any]):
             - ``transfer_s``: transfer of results from the workers of a cluster
             - ``gather_s``: creation of batches
         """
-        reports = self._counter.reports() if get_worker_info() is None else None
+        reports = self._epochs.counter.reports() if get_worker_info() is None else None
         return merged(reports) if reports else self._stats.report()
 
     def _report(self, worker: Any, epoch: int, figures: dict[str, Any]) -> None:
         """Pass the statistics of a DataLoader worker to the process that runs the loop."""
-        everything = self._counter.report(worker.seed - worker.id, worker.id, worker.num_workers, epoch, figures)
+        everything = self._epochs.counter.report(*of_worker(worker), epoch, figures)
         if everything is not None:
             total = merged(everything)
             if total["n_batches"] + total["n_batches_before"] == total["n_rank_batches"]:
@@ -726,7 +659,7 @@ class scDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_sharding()
-        state = self.__dict__ | {"_place": self._position}
+        state = self.__dict__ | {"_epochs": copy.copy(self._epochs)}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either

@@ -1,11 +1,13 @@
-"""Position of a process among the ranks and in its epochs: rank, seed, and states of `scDataset.state_dict`."""
+"""Position of a process among the ranks and in its epochs, and states of `scDataset.state_dict`."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
+import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,15 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.ranks import Agreement, World, is_shared, torch_distributed
 from dasksc.storage.dtypes import text_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("dasksc.loader")
 
 
 class RankSession:
@@ -131,6 +136,123 @@ class EpochPosition:
 
     epoch: int
     consumed: tuple[ConsumedSegment, ...] = ()
+
+    def parted(self, sizes: tuple[int, int, int]) -> tuple[tuple[ConsumedSegment, ...], int]:
+        """Return the segments that were read with other sizes than these, and the number of batches read with these."""
+        if not self.consumed:
+            return (), 0
+        *others, last = self.consumed
+        is_same = (last.world_size, last.batch_size, last.fetch_factor) == sizes
+        return (tuple(others), last.n_batches) if is_same else (self.consumed, 0)
+
+
+class EpochTracker:
+    """Position of a data set in its epochs: what this process has read or loaded, and the count that all share."""
+
+    def __init__(self) -> None:
+        self.counter = EpochCounter()
+        # Position, or a function that returns it while an epoch is read; None for the beginning of the next epoch.
+        self.place: EpochPosition | Callable[[], EpochPosition] | None = None
+        self.is_of_worker = False  # whether the loaded position is that of this DataLoader worker, not of the rank
+        self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
+        self._loaded_at = 0  # epochs begun before; the state is of the one that begins next
+        self._begun_in: int | None = None  # process that has begun an epoch
+        self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"place": self._position}
+
+    @property
+    def _position(self) -> EpochPosition | None:
+        return self.place() if callable(self.place) else self.place
+
+    def _resumed(self) -> EpochPosition | None:
+        """Return the loaded position, unless an epoch has begun since, perhaps in DataLoader workers."""
+        n_begun, _ = self.counter.pass_of(*_workers())
+        return self._loaded if self.is_of_worker or n_begun == self._loaded_at else None
+
+    def next(self) -> EpochPosition:
+        """Return where the next iteration begins; in a DataLoader worker, where its pass over the data set begins."""
+        loaded, (_, number) = self._resumed(), self.counter.pass_of(*_workers())
+        return loaded if loaded is not None and loaded.epoch == number else EpochPosition(number)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration read `epoch`."""
+        self.counter.set(epoch)
+        position = self.next()
+        self.place = position if position.consumed else None
+
+    def begin(self) -> EpochPosition:
+        """Begin an epoch, and return where."""
+        worker = get_worker_info()
+        if worker is None:
+            loaded, number = self._resumed(), self.counter.advance()
+        else:
+            number = self.counter.join(*of_worker(worker))
+            loaded = self._resumed()
+        self._loaded, self._begun_in = None, os.getpid()
+        if loaded is None or loaded.epoch == number:
+            return loaded or EpochPosition(number)
+        # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set that
+        # still holds the loaded state.
+        logger.log(
+            logging.WARNING if worker is None else logging.DEBUG,
+            "the loaded state belongs to epoch %d and not to epoch %d, which therefore starts from the beginning",
+            *(loaded.epoch, number),
+        )
+        return EpochPosition(number)
+
+    def finish(self, number: int, place: Callable[[], EpochPosition]) -> None:
+        """Record that all batches of an epoch have been read, unless another iterator has set another `place`."""
+        if get_worker_info() is not None:
+            self._finished = number
+        elif self.place == place:
+            self.place = EpochPosition(number + 1)
+
+    def leave(self) -> None:
+        """Leave the epoch that this DataLoader worker has finished."""
+        if self._finished is not None:
+            self.place, self._finished = EpochPosition(self._finished + 1), None
+
+    def to_save(self) -> tuple[EpochPosition, bool]:
+        """Return the position to save, and if it is that of the rank although this is a DataLoader worker."""
+        worker = get_worker_info()
+        if worker is not None and not self.is_of_worker and self._begun_in != os.getpid():
+            return self.next(), True  # before the first batch of this worker, which began no epoch here
+        position, following = self._position, self.counter.peek()
+        by_workers = worker is None and self.counter.reports() is not None
+        if position is None or (by_workers and position.epoch < following):
+            position = EpochPosition(following)
+            if worker is None and (epoch := self.counter.unfinished()) is not None:
+                logger.warning(
+                    "the state does not contain the position of DataLoader workers, which have read a part of epoch "
+                    "%d: a run resumed from this state skips the rest of that epoch. Use num_workers=0, or save the "
+                    "state of torchdata's StatefulDataLoader",
+                    epoch,
+                )
+        return position, False
+
+    def load(self, position: EpochPosition, *, of_rank: bool) -> None:
+        """Make the next iteration resume from a position, of the rank or of this DataLoader worker."""
+        worker = get_worker_info()
+        self.place = self._loaded = position
+        self.is_of_worker = not of_rank
+        if worker is None:
+            self.counter.set(position.epoch)
+        else:
+            self.counter.resume(*of_worker(worker), position.epoch)
+        self._loaded_at, _ = self.counter.pass_of(*_workers())
+
+
+def of_worker(worker: Any) -> tuple[int, int, int]:
+    """Return the base seed of a DataLoader, the number of one of its workers, and the number of workers."""
+    return worker.seed - worker.id, worker.id, worker.num_workers
+
+
+def _workers() -> tuple[int, int]:
+    """Return the base seed and the number of the DataLoader workers of which this process is one, or (-1, 0)."""
+    worker = get_worker_info()
+    return (-1, 0) if worker is None else (worker.seed - worker.id, worker.num_workers)
 
 
 def settings_of(spec: LoaderSpec) -> dict[str, str]:

@@ -99,11 +99,6 @@ class EpochCounter:
         with self._locked() as state:
             return int(state["next"])
 
-    def begun(self) -> int:
-        """Return the number of epochs that have begun, also repeated ones."""
-        with self._locked() as state:
-            return int(state["begun"])
-
     def set(self, epoch: int) -> None:
         with self._locked() as state:
             state["next"] = epoch
@@ -137,7 +132,7 @@ class EpochCounter:
             return int(one["epoch"])
 
     def pass_of(self, base_seed: int, n_workers: int) -> tuple[int, int]:
-        """Return how many epochs began before a pass, which may have begun, and its epoch."""
+        """Return how many epochs began before the pass of these workers, which may have begun, and its epoch."""
         with self._locked() as state:
             one = _latest(state, base_seed, n_workers)
             return (state["begun"], state["next"]) if one is None else (one["number"], one["epoch"])
