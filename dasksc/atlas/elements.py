@@ -45,6 +45,7 @@ class Elements:
     varp: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
     left_out: list[str] = field(default_factory=list)  # paths of the elements that a join does not keep
+    path: str | None = None  # of a single file or store
 
     def __post_init__(self) -> None:
         of_cells = [self.X, *self.layers.values(), *self.obsm.values(), *self.obsp.values(), (self.raw or {}).get("X")]

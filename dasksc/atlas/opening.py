@@ -261,6 +261,8 @@ def elements_of(
                 f"{', '.join(given)} {'applies' if len(given) == 1 else 'apply'} only to several atlases, but "
                 f"{quoted(data)} is a single atlas. Omit {', '.join(given)}, give several atlases, or index them again"
             )
+        elif isinstance(one, str | os.PathLike):
+            found.path = os.fspath(one)
     if attach is not None:
         attach_elements(found, attach, options)
     if options.has_names and any_repeat(found.obs.index):

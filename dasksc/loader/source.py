@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dasksc import pushdown as lazy
 from dasksc.atlas.elements import matrix_behind, require_key
 from dasksc.atlas.expressions import columns_of, holds
-from dasksc.atlas.inputs import atlas_inputs, stem_of
+from dasksc.atlas.inputs import quoted, stem_of
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
@@ -34,7 +34,7 @@ from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
 from dasksc.plan.labels import encode_column
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.options import OpenOptions
+from dasksc.readers.options import OpenOptions, naming_errors
 from dasksc.storage import (
     Columns,
     FetchCost,
@@ -323,31 +323,27 @@ def _count(data: Any, spec: LoaderSpec) -> int:
 
 def _of_atlas(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     """Return the source of one atlas, or of several that are joined."""
-    opening: Callable[..., AnnData] | None = None
-    path: str | None = None
     names: pd.Index[Any] | None = None
     wanted: list[str] | None = None
     if isinstance(data, AnnData):
         name = "data" if data.filename is None else Path(data.filename).stem
         names = data.obs_names
     else:
-        is_path = isinstance(data, str | os.PathLike)
-        name = stem_of(data) if is_path else f"{len(data)} atlases"
-        if is_path and atlas_inputs(data, {}) is None:
-            path = os.fspath(data)
+        name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
         wanted = [*spec.obs, *getattr(spec.strategy, "obs_columns", ())]
         wanted += [column for one in (spec.filter, spec.control) if one is not None for column in columns_of(one)]
     # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
     if spec.has_hooks:
-        data = open_atlas(data, mmap=spec.mmap)
-        return IndexedSource(name, AnnDataView(data, None, path, names), int(data.n_obs))
-    opening = functools.partial(open_atlas, data, mmap=spec.mmap)
-    data = elements_of(data, wanted, OpenOptions(mmap=spec.mmap, has_names=False), extent="batches")
-    if data.X is None:
+        found = elements_of(data, None, OpenOptions(mmap=spec.mmap))
+        with naming_errors(quoted(data)):
+            return IndexedSource(name, AnnDataView(found.to_anndata(), None, found.path, names), found.n_obs)
+    found = elements_of(data, wanted, OpenOptions(mmap=spec.mmap, has_names=False), extent="batches")
+    if found.X is None:
         raise InputError(
             f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
         )
-    return _of_parts(spec, name, AnnDataView(data, opening, path, names), {"": data}, data)
+    opening = functools.partial(open_atlas, data, mmap=spec.mmap)
+    return _of_parts(spec, name, AnnDataView(found, opening, found.path, names), {"": found}, found)
 
 
 def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
