@@ -27,10 +27,20 @@ def count_rows(data: Any) -> int:
 
 def take_rows(data: Any, rows: Any) -> Any:
     """Return the rows of `data` at positions, in a slice or where a mask is True; a list for a list or tuple."""
+    if isinstance(data, Mapping):  # columns, such as rows of a HuggingFace dataset
+        return {name: take_rows(column, rows) for name, column in data.items()}
+    module = type(data).__module__.partition(".")[0]
+    if module == "pyarrow" or np.asarray(rows).dtype == bool:
+        rows = np.arange(count_rows(data))[rows]
+    if module == "pyarrow":
+        return data.take(rows)
     if hasattr(data, "iloc"):
         return data.iloc[rows]
     if isinstance(data, (list, tuple)) and not isinstance(rows, slice):
         return [data[i] for i in np.arange(len(data))[rows]]
+    if module == "h5py" and not isinstance(rows, slice):  # which requires ascending positions without repeats
+        unique, at = np.unique(rows, return_inverse=True)
+        return data[unique][at]
     return data[rows]
 
 

@@ -22,7 +22,8 @@ from dasksc.readers.options import OpenOptions, naming_errors
 from dasksc.storage import Cache, UseMmap
 from dasksc.storage.combined import ReorderedMatrix
 
-_RESERVED = ("obs", "index")
+# Keys of a `Batch` that modalities could replace.
+_RESERVED = ("X", "obs", "index", "sets", "control")
 
 
 class Modalities:
@@ -97,8 +98,8 @@ class Modalities:
         if not opened:
             raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")
         for name in opened:
-            if name in _RESERVED or ":" in name or "/" in name:
-                reason = "a name that batches use" if name in _RESERVED else "which contains : or /"
+            if name in _RESERVED or not name or ":" in name or "/" in name:
+                reason = "a name that batches use" if name in _RESERVED else "which is empty or contains : or /"
                 raise InputError(f"a modality cannot be called {name!r}, {reason}. Rename it")
         for name, one in [*opened.items(), *([] if shared is None else [("the MuData", shared)])]:
             if not one.obs.index.is_unique:
@@ -176,6 +177,8 @@ def _opened(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> tuple
         return elements_of(shared, None, OpenOptions()), modalities
     if isinstance(data, Mapping):
         parts = {str(name): part for name, part in data.items()}
+        if len(parts) < len(data):
+            raise InputError(f"two modalities have the same name as text: {', '.join(map(repr, data))}. Rename one")
         _, columns = split_columns(obs, (), dict.fromkeys(parts, ()))
         return None, {name: elements_of(part, columns[name], options) for name, part in parts.items()}
     raise InputError(

@@ -66,13 +66,13 @@ def _run(name: str, args: Sequence[str]) -> int:
     try:
         code = run(parser.parse_args(args))
         sys.stdout.flush()
-    except dasksc.DaskscError as error:
-        print(f"dasksc: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt as error:
         print("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the program that reads the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return 1
+    except (dasksc.DaskscError, OSError) as error:  # such as a full disk
+        print(f"dasksc: {error}", file=sys.stderr)
         return 1
     return code or 0

@@ -355,6 +355,12 @@ def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
         if isinstance(data, str | os.PathLike):
             name = stem_of(data)
         data = Modalities(data, mmap=spec.mmap)
+    for modality, part in data.mod.items():
+        if not part.obs_names.equals(data.obs_names):  # it has been replaced, or changed in place
+            raise InputError(
+                f"the rows of modality {modality!r} are no longer the cells of the others, in their order. Align them "
+                "again: dasksc.Modalities(dict(modalities.mod))"
+            )
     if genes is not None and not isinstance(genes, Mapping):
         raise InputError(f"genes= of several modalities must be a dict, such as {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:

@@ -154,8 +154,17 @@ MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
 _PIECE_VALUES = 2**18
 
 
-class CellsArray(da.Array):
-    """Dask array with reductions for dense and sparse chunks."""
+class _AnyDaskArray(type):
+    # Functions of Dask refuse types that are no parents of the type of an argument, such as AnnData's views.
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, da.Array)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, da.Array)
+
+
+class CellsArray(da.Array, metaclass=_AnyDaskArray):
+    """Dask array with reductions for dense and sparse chunks, of which all Dask arrays count as instances."""
 
     __slots__ = ()
 

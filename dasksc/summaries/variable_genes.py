@@ -156,9 +156,12 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments, loe
             model = loess(np.log10(mean[varies]), np.log10(variance[varies]), span=_SPAN, degree=2)
             model.fit()
         except ValueError as error:
+            of, advice = f"batch {name!r}", "Leave small batches out with filter=, or omit batch_key="
+            if batches.labels.columns.empty:
+                of, advice = "the cells", "Give more cells, or counts of more genes"
             raise InputError(
-                f"the curve of variance against mean cannot be fitted to batch {name!r}, in which {int(varies.sum())} "
-                f"genes vary: {error}. Leave small batches out with filter=, or omit batch_key="
+                f"the curve of variance against mean cannot be fitted to {of}, in which {int(varies.sum())} genes "
+                f"vary: {error}. {advice}"
             ) from error
         deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
     n_rows = batches.n_rows[:, None].astype(np.float64)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -26,21 +27,22 @@ KINDS = {
     "list": [row.tolist() for row in X],
     "tensor": torch.from_numpy(X),
     "categorical": pd.Categorical(FRAME["b"]),
+    "hdf5": h5py.File("x", "w", driver="core", backing_store=False).create_dataset("x", data=X),
 }
 
 
 def as_list(data: object) -> object:
     if sp.issparse(data):
         data = data.toarray()
-    if isinstance(data, pd.DataFrame):
-        data = data.to_numpy()
+    if isinstance(data, pd.DataFrame | h5py.Dataset):
+        data = np.asarray(data)
     return data.tolist() if hasattr(data, "tolist") else data
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rows",
-    [np.array([7, 0, 7, 3]), [7, 0, 7, 3], slice(2, 9, 3), np.arange(N_ROWS) % 5 == 0, np.array([], dtype=np.int64)],
+    [np.array([7, 0, 7, 3]), [7, 0, 7, 3], slice(2, 9, 3), torch.arange(N_ROWS) % 5 == 0, np.array([], dtype=np.int64)],
     ids=["array", "list", "slice", "mask", "nothing"],
 )
 def test_rows_are_taken_by_position_whatever_the_collection(kind, rows):
@@ -48,6 +50,7 @@ def test_rows_are_taken_by_position_whatever_the_collection(kind, rows):
     positions = np.arange(N_ROWS)[rows]
     assert count_rows(data) == N_ROWS
     assert as_list(take_rows(data, rows)) == [as_list(data)[i] for i in positions]
+    assert as_list(take_rows({"column": data}, rows)["column"]) == as_list(take_rows(data, positions))
 
 
 @pytest.mark.parametrize(

@@ -176,13 +176,16 @@ REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (dasksc.open, InputError, "dasksc.Modalities"),
     (lambda path: dasksc.Modalities(path.with_name("atlsa.h5mu")), MissingPathError, r"atlas\.h5mu"),
     (lambda _: dasksc.Modalities({"a": parts()["rna"], "b": AnnData(np.ones((2, 2)))}), InputError, "share no name"),
-    (lambda _: dasksc.Modalities({"obs": parts()["rna"]}), InputError, "'obs'"),
+    (lambda _: dasksc.Modalities({"sets": parts()["rna"]}), InputError, "'sets'"),
+    (lambda _: dasksc.Modalities({"": parts()["rna"]}), InputError, "empty"),
+    (lambda _: dasksc.Modalities({1: parts()["rna"], "1": parts()["prot"]}), InputError, "1, '1'"),
     (lambda _: dasksc.Modalities({}), InputError, "no modality"),
     (lambda _: dasksc.Modalities({"a": ad.concat([parts()["rna"]] * 2)}), InputError, "obs_names"),
     (lambda path: dasksc.scDataset(path, obs=["rna:scor"]), MissingKeyError, "rna:score"),
     (lambda path: dasksc.scDataset(path, layers=["twice"]), InputError, "modality"),
     (lambda path: dasksc.scDataset(path, layers=["rna:twic"]), MissingKeyError, "twice"),
     (lambda path: dasksc.scDataset(path, genes=[0]), InputError, "dict"),
+    (lambda p: dasksc.scDataset((m := dasksc.Modalities(p)).mod.update(rna=m["rna"][::-1]) or m), InputError, "Align"),
     (lambda path: dasksc.scDataset(path, batch_transform=lambda batch: batch), InputError, "hooks"),
 ]
 

@@ -21,10 +21,6 @@ def test_help_lists_every_subcommand_and_each_has_examples():
         assert all(line.startswith("  ") and f"dasksc {name} " in line for line in examples), name
 
 
-def test_the_command_prints_its_version():
-    assert run_command("--version").stdout.startswith("dasksc, version ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -167,9 +167,3 @@ class MemMapDataset:
 def test_bionemo_to_tensor_collates_the_rows_asked_for(index, rows):
     X = dense_counts()
     assert bionemo_to_tensor(MemMapDataset(X), index).tolist() == X[rows].tolist()
-
-
-def test_bionemo_to_tensor_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bionemo", None)
-    with pytest.raises(ImportError, match="pip install bionemo-scdl"):
-        bionemo_to_tensor([], [0])
