@@ -305,6 +305,7 @@ class scDataset(IterableDataset[Any]):
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._plan_of(self.ranks.detect(), epoch=0)  # raises an error for inconsistent sizes
         self.ranks.fix_world_if_distributed()
+        self._compare("made")
 
     _title = EPOCH_TITLE
     batch_size: int = _argument("batch_size")
@@ -534,10 +535,8 @@ class scDataset(IterableDataset[Any]):
         iteration, after_first = self._iteration, None
         self._iteration += 1
         if agreement is not None:
-            own = {name: str(getattr(self, name)) for name in _COMPARED}
-            own["position in the epoch"] = where = "-".join(map(str, [*consumed, n_done])).replace(" ", "")
-            settings = settings_of_batches(self.source) | settings_of(self.spec) | own
-            agreement.begin(iteration, number, f"{self.fingerprint}-{where}", settings)
+            where = "-".join(map(str, [*consumed, n_done])).replace(" ", "")
+            self._compare(str(iteration), number, where)
             after_first = functools.partial(agreement.require_not_abandoned, iteration)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
@@ -560,6 +559,13 @@ class scDataset(IterableDataset[Any]):
                 logger.info("%s", epoch_line(epoch.stats.report(), self._title))
             if agreement is not None:
                 agreement.end(iteration, epoch.stats.n_batches, is_whole=epoch.is_whole)
+
+    def _compare(self, what: str, epoch: int = 0, where: str = "") -> None:
+        """Compare what this rank reads in an iteration, or will read, with the other ranks."""
+        if self.ranks.agreement is not None and self.ranks.agreement.has_store:
+            own = {name: str(getattr(self, name)) for name in _COMPARED} | {"position in the epoch": where}
+            settings = settings_of_batches(self.source) | settings_of(self.spec) | own
+            self.ranks.agreement.begin(what, epoch, f"{self.fingerprint}-{where}", settings)
 
     def stats(self) -> dict[str, Any]:
         """Return statistics of the latest epoch of this rank.

@@ -99,7 +99,7 @@ class RankSession:
     def require_same_world(self) -> World:
         """Fix the world; raise an error if the rank or world size detected now differs from the fixed one."""
         world = self.fix_world()
-        if get_worker_info() is None:
+        if get_worker_info() is None or torch_distributed():  # spawned workers have no process group
             found = self.detect()
             if (found.rank, found.world_size) != (world.rank, world.world_size):
                 raise InputError(
@@ -112,8 +112,8 @@ class RankSession:
     def __getstate__(self) -> dict[str, Any]:
         # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies of the session
         # detect their own world, for example in ranks spawned by a parent process that is not in the group.
-        if get_spawning_popen() is not None and is_shared(self.current_world()):
-            self.fix_world()
+        if get_spawning_popen() is not None and (self._world is not None or is_shared(self.current_world())):
+            self.require_same_world()
         state = self.__dict__ | {"agreement": None}
         if self._given[2] is not None:
             # A process group cannot be pickled, so the copy receives the rank and world size instead.

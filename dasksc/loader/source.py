@@ -225,7 +225,8 @@ class MatrixSource(Source):
             name: one.positions.tobytes() + (b"" if one.to is None else one.to.tobytes() + str(len(one)).encode())
             for name, one in self.maker.columns.items()
         }
-        return self.maker.layout, text_of(self.maker.dtype), columns
+        labels = {name: list(labels) for name, labels in self.categories.items()}
+        return self.maker.layout, text_of(self.maker.dtype), columns, list(self.maker.obs), labels
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers read matrices only, so tables of the atlas are not sent.

@@ -47,18 +47,20 @@ class _File:
         self.name = os.path.realpath(self.path)
 
 
-# Files that this process made, by name.
+# Files that this process made, by name, and its counters.
 _files: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
+_counters: weakref.WeakSet[EpochCounter] = weakref.WeakSet()
 
 
 class EpochCounter:
     """Epoch counter shared by every copy of a data set on this machine."""
 
     # A copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
-    # or if the copy begins an epoch in another process that is not a DataLoader worker, but a rank of its own.
+    # or in another process that is not a DataLoader worker, but a rank of its own.
 
     def __init__(self) -> None:
         self._make(next_epoch=0, begun=0)
+        _counters.add(self)
 
     def _make(self, next_epoch: int, begun: int) -> None:
         self._file: _File | None = _File(next_epoch, begun)
@@ -75,15 +77,27 @@ class EpochCounter:
         self._next, self._begun = state["next"], state["begun"]
         self._path, self._name, self._pid = state["path"], state["name"], state["pid"]
         self._file = _files.get(self._name)  # None in another process
-        self._require_file()  # DataLoader workers of this process shall share a new file
-
-    def _require_file(self) -> None:
-        if not (os.path.exists(self._path) and os.path.realpath(self._path) == self._name):
+        _counters.add(self)
+        if not self._has_file:  # DataLoader workers of this process shall share a new file
             self._make(self._next, self._begun)
+
+    @property
+    def _has_file(self) -> bool:
+        return os.path.exists(self._path) and os.path.realpath(self._path) == self._name
+
+    def own(self) -> None:
+        """Make a file of its own in a process that lacks one, unless it is a DataLoader worker."""
+        if not self._has_file:
+            self._make(self._next, self._begun)
+        elif self._pid != os.getpid() and not _is_worker():
+            with open(self._path, "rb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                state = json.loads(file.readall())
+            self._make(state["next"], state["begun"])
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        self._require_file()
+        self.own()
         with open(self._path, "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             before = file.readall()
@@ -105,8 +119,6 @@ class EpochCounter:
 
     def advance(self) -> int:
         """Begin an epoch in this process and return its number."""
-        if self._pid != os.getpid():
-            self._make(self.peek(), self._begun)
         with self._locked() as state:
             epoch = int(state["next"])
             state |= {"next": epoch + 1, "begun": state["begun"] + 1, "by_workers": False}
@@ -161,6 +173,21 @@ class EpochCounter:
             last = state["passes"][-1]
             n_read = sum(not report["n_batches_left"] for report in last["reports"].values())
             return None if n_read == last["of"] else int(last["epoch"])
+
+
+def _is_worker() -> bool:
+    """Return True in a DataLoader worker; never import torch."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+def _own_all() -> None:
+    for counter in list(_counters):
+        counter.own()
+
+
+# Workers that a rank forks share its count, not that of the process that has started the rank.
+os.register_at_fork(before=_own_all)
 
 
 def _latest(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int | None = None) -> Any:

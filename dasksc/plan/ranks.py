@@ -297,8 +297,7 @@ class Agreement:
         self._world = world
         self._given_store = store
         ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
-        has_peers = is_shared(world) and (store is not None or torch_distributed() is not None)
-        self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
+        self._ordinal = next(ordinals[world.rank, world.group]) if is_shared(world) else None
 
     def _under(self, prefix: str) -> Any:
         if self._given_store is None:
@@ -311,6 +310,11 @@ class Agreement:
         # A store can outlive processes that torchrun restarts. The restart count separates old records from new ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
+
+    @property
+    def has_store(self) -> bool:
+        """True if ranks can compare: there is a process group."""
+        return self._store() is not None
 
     def seed(self, proposed: int) -> int:
         """Propose a seed and return the agreed one, which is the first proposal of any rank."""
@@ -325,7 +329,7 @@ class Agreement:
         return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
 
     def begin(
-        self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
+        self, iteration: str, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Record the epoch and data that an iteration reads, or compare them with those another rank has recorded."""
         store = self._store()

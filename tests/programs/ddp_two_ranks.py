@@ -97,6 +97,11 @@ except dasksc.RankMismatchError as error:
     print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
 else:
     print(f"rank {rank} finished {n_batches}", flush=True)
+# DataLoader workers cannot compare ranks, so data sets are compared when they are made, too.
+try:
+    dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, seed=rank)
+except dasksc.RankMismatchError as error:
+    print(f"made differently: {error}", flush=True)
 # Ranks that have stopped early wait here for the others.
 dist.all_reduce(torch.zeros(1))
 leave_group()

@@ -57,11 +57,12 @@ def test_ranks_of_torchrun_do_not_depend_on_what_started_torchrun(two_ranks):
         assert f"after: rank {rank} of 2 from torch.distributed" in printed
 
 
-def test_a_rank_that_reads_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
+def test_ranks_that_read_or_draw_differently_neither_hang_nor_go_unnoticed(two_ranks):
     printed, *_ = two_ranks
     assert "rank 0 peeked at 8 rows" in printed
     reason = "rank 0 stopped iteration 0 over this data set after 1 batches; rank 1 continued"
     assert f"rank 1 stopped after 1: {reason}" in printed
+    assert printed.count("made differently: ranks") == 1
 
 
 def test_two_ranks_predict_what_the_plain_loop_yields_with_ddp_and_fsdp(two_ranks):

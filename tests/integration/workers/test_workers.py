@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from itertools import islice
+import os
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -108,16 +109,27 @@ def test_a_state_saved_after_workers_read_a_part_of_an_epoch_is_warned_about(pat
     assert (one.state_dict()["epoch"], caplog.text) == (2, "")
 
 
-def test_ranks_times_workers_cover_an_epoch_once(path):
-    everything = []
-    for rank in range(2):
-        one = dataset(path, rank=rank, world_size=2)
-        loader = DataLoader(one, batch_size=None, num_workers=2)
-        batches = rows(loader)
-        assert len(batches) == len(loader)
-        everything += [row for batch in batches for row in batch]
-    assert set(everything) == set(range(N_OBS))
-    assert len(everything) == N_OBS + dataset(path, rank=0, world_size=2).plan(0).n_padded
+def _read_two_epochs(one, rank, found):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    loader = DataLoader(one, batch_size=None, num_workers=2)
+    epochs = [rows(loader) for _ in range(2)]
+    assert {len(batches) for batches in epochs} == {len(loader)}
+    found.put(epochs)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_ranks_times_workers_cover_every_epoch_once(path, start):
+    one, context = dataset(path), multiprocessing.get_context(start)  # the ranks start afterwards
+    found = context.SimpleQueue()
+    ranks = [context.Process(target=_read_two_epochs, args=(one, rank, found)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for epoch in zip(*(found.get() for _ in ranks), strict=True):
+        everything = list(chain(*chain(*epoch)))
+        assert set(everything) == set(range(N_OBS))
+        assert len(everything) == N_OBS + dataset(path, rank=0, world_size=2).plan(0).n_padded
+    for rank in ranks:
+        rank.join()
 
 
 def test_hooks_that_are_lambdas_reach_workers_that_each_epoch_spawns_anew(path, epochs):

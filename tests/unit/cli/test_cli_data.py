@@ -102,16 +102,6 @@ def test_check_exits_with_a_status(folder: Path) -> None:
     run_command("check", exit_code=2)
 
 
-def test_suggest_prints_or_dumps_the_suggestions(folder: Path) -> None:
-    path = folder / "plain.h5ad"
-    report = run_json("suggest", path, "--batch-size", 8)
-    assert report["fetch_factor"] >= 1
-    assert "measured" not in report
-    measured = run_json("suggest", path, folder / "gzip.h5ad", "--batch-size", 8, "--labels", "cell_type")
-    assert [one["block_size"] for one in measured["measured"]] == [1, 4, 16, 64, 256, 1024]
-    assert "block_size_balanced" in run_command("suggest", path).stdout
-
-
 @pytest.fixture(scope="module")
 def cite(folder: Path) -> Path:
     """Write an .h5mu file in which each modality lacks some of the cells."""
