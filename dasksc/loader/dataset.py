@@ -22,7 +22,7 @@ from dasksc.atlas.expressions import columns_of
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.displays import brief, changed_arguments
-from dasksc.errors import InputError
+from dasksc.errors import InputError, RankMismatchError
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import epoch_array, fetch_name
@@ -305,7 +305,11 @@ class scDataset(IterableDataset[Any]):
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._plan_of(self.ranks.detect(), epoch=0)  # raises an error for inconsistent sizes
         self.ranks.fix_world_if_distributed()
-        self._compare("made")
+        self._mismatch: RankMismatchError | None = None
+        try:
+            self._compare("made")
+        except RankMismatchError as error:
+            self._mismatch = error  # raised by DataLoader workers, which cannot compare ranks themselves
 
     _title = EPOCH_TITLE
     batch_size: int = _argument("batch_size")
@@ -522,6 +526,8 @@ class scDataset(IterableDataset[Any]):
         world = self.ranks.require_same_world()
         worker = get_worker_info()
         first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None and self._mismatch is not None:
+            raise self._mismatch
         position = self._epochs.begin()
         number, (consumed, n_done) = position.epoch, position.parted(self._sizes(world))
         plan = self._plan_of(world, number, consumed)

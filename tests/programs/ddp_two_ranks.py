@@ -97,11 +97,11 @@ except dasksc.RankMismatchError as error:
     print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
 else:
     print(f"rank {rank} finished {n_batches}", flush=True)
-# DataLoader workers cannot compare ranks, so data sets are compared when they are made, too.
+dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, seed=rank)
 try:
-    dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, seed=rank)
+    list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
 except dasksc.RankMismatchError as error:
-    print(f"made differently: {error}", flush=True)
+    print(f"rank {rank} stopped in its worker: {error}", flush=True)
 # Ranks that have stopped early wait here for the others.
 dist.all_reduce(torch.zeros(1))
 leave_group()
