@@ -357,7 +357,8 @@ def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
             name = stem_of(data)
         data = Modalities(data, mmap=spec.mmap)
     for modality, part in data.mod.items():
-        if not part.obs_names.equals(data.obs_names):  # it has been replaced, or changed in place
+        # It may have been replaced, or changed in place. The names of modalities may have different data types.
+        if not part.obs_names.astype(object).equals(data.obs_names.astype(object)):
             raise InputError(
                 f"the rows of modality {modality!r} are no longer the cells of the others, in their order. Align them "
                 "again: dasksc.Modalities(dict(modalities.mod))"
