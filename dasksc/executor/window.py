@@ -13,6 +13,7 @@ child of a process that has used it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
 _THREADS = "dasksc-fetch"  # Prefix of the names of fetching threads
+_JOIN_S = 60.0  # Maximum wait, on closing, for the current fetch of a thread
 
 
 class LocalRunner:
@@ -54,7 +56,12 @@ class LocalRunner:
     def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
         self._name = name
         self._run = run
-        self._executor = ThreadPoolExecutor(n_threads, _THREADS) if n_threads else None
+        threads: list[threading.Thread] = []
+        self._threads, self._executor = threads, None
+        if n_threads:
+            self._executor = ThreadPoolExecutor(
+                n_threads, _THREADS, initializer=lambda: threads.append(threading.current_thread())
+            )
         # `dask.get` would take the callbacks from a global variable, which it empties while it runs.
         self._callbacks = list(Callback.active)
         # Callbacks such as `dask.diagnostics.Profiler` keep the state of a single computation.
@@ -77,9 +84,14 @@ class LocalRunner:
     def close(self, *, is_waiting: bool) -> None:
         """Cancel queued fetches, and wait for running ones."""
         if self._executor is not None:
-            # Garbage collection may close a window in one of its own threads, which cannot wait for itself.
-            is_waiting = is_waiting and not threading.current_thread().name.startswith(_THREADS)
-            self._executor.shutdown(wait=is_waiting, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            # Garbage collection may close a window in any thread, also in one of its own, or in the event loop of
+            # zarr-python, for which fetches wait. The wait is bounded, as such a thread may also hold a lock.
+            here = threading.current_thread()
+            is_loop = here is not threading.main_thread() and asyncio._get_running_loop() is not None
+            if is_waiting and not is_loop and here not in self._threads:
+                for thread in self._threads:
+                    thread.join(_JOIN_S)
 
 
 class Window(Generic[T]):

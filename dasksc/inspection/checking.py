@@ -19,6 +19,7 @@ from dasksc.plan.binding import reason_for_no_batches
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.labels import Diversity, encode_labels
 from dasksc.plan.sets import SetSampler
+from dasksc.plan.strategies import ClassBalancedSampling
 from dasksc.storage import is_url
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
     """Return the name of the column whose classes are counted, and its labels; either is None if it does not exist."""
     source = dataset.source
     name = label_key or getattr(dataset.strategy, "label_key", None)
-    labels = getattr(dataset.strategy, "labels", None)
+    labels = dataset.strategy.labels if isinstance(dataset.strategy, ClassBalancedSampling) else None
     if name is None and labels is not None:
         return None, labels if len(labels) == source.n_obs else None
     name = name or next(iter(dataset.categories), None)

@@ -157,7 +157,6 @@ class EpochTracker:
         self._loaded: EpochPosition | None = None  # position of a state, from which the next iteration resumes
         self._loaded_at = 0  # epochs begun before; the state is of the one that begins next
         self._begun_in: int | None = None  # process that has begun an epoch
-        self._finished: int | None = None  # epoch that this DataLoader worker has read, though others may not have
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"place": self._position}
@@ -166,14 +165,21 @@ class EpochTracker:
     def _position(self) -> EpochPosition | None:
         return self.place() if callable(self.place) else self.place
 
-    def _resumed(self) -> EpochPosition | None:
+    def _coming(self) -> tuple[int, int]:
+        """Return how many epochs began before the one that begins next in this process, and its number."""
+        worker = get_worker_info()
+        if worker is None:
+            return self.counter.pass_of(-1, 0)
+        return self.counter.pass_of(worker.seed - worker.id, worker.num_workers, before=worker.id)
+
+    def _resumed(self, n_begun: int) -> EpochPosition | None:
         """Return the loaded position, unless an epoch has begun since, perhaps in DataLoader workers."""
-        n_begun, _ = self.counter.pass_of(*_workers())
         return self._loaded if self.is_of_worker or n_begun == self._loaded_at else None
 
     def next(self) -> EpochPosition:
-        """Return where the next iteration begins; in a DataLoader worker, where its pass over the data set begins."""
-        loaded, (_, number) = self._resumed(), self.counter.pass_of(*_workers())
+        """Return where the next iteration begins."""
+        n_begun, number = self._coming()
+        loaded = self._resumed(n_begun)
         return loaded if loaded is not None and loaded.epoch == number else EpochPosition(number)
 
     def set_epoch(self, epoch: int) -> None:
@@ -186,10 +192,11 @@ class EpochTracker:
         """Begin an epoch, and return where."""
         worker = get_worker_info()
         if worker is None:
-            loaded, number = self._resumed(), self.counter.advance()
+            (n_begun, _), number = self._coming(), self.counter.advance()
         else:
             number = self.counter.join(*of_worker(worker))
-            loaded = self._resumed()
+            n_begun, _ = self.counter.pass_of(worker.seed - worker.id, worker.num_workers)
+        loaded = self._resumed(n_begun)
         self._loaded, self._begun_in = None, os.getpid()
         if loaded is None or loaded.epoch == number:
             return loaded or EpochPosition(number)
@@ -204,21 +211,20 @@ class EpochTracker:
 
     def finish(self, number: int, place: Callable[[], EpochPosition]) -> None:
         """Record that all batches of an epoch have been read, unless another iterator has set another `place`."""
-        if get_worker_info() is not None:
-            self._finished = number
-        elif self.place == place:
+        if get_worker_info() is None and self.place == place:  # other workers may not have read theirs
             self.place = EpochPosition(number + 1)
 
     def leave(self) -> None:
-        """Leave the epoch that this DataLoader worker has finished."""
-        if self._finished is not None:
-            self.place, self._finished = EpochPosition(self._finished + 1), None
+        """Leave the epoch that this DataLoader worker has read, unless it resumes one."""
+        if get_worker_info() is not None and (self._loaded is None or not self.is_of_worker):
+            self.place, self.is_of_worker = None, False
 
     def to_save(self) -> tuple[EpochPosition, bool]:
         """Return the position to save, and if it is that of the rank although this is a DataLoader worker."""
         worker = get_worker_info()
-        if worker is not None and not self.is_of_worker and self._begun_in != os.getpid():
-            return self.next(), True  # before the first batch of this worker, which began no epoch here
+        has_begun = self.place is not None and (self.is_of_worker or self._begun_in == os.getpid())
+        if worker is not None and not has_begun:
+            return self.next(), True
         position, following = self._position, self.counter.peek()
         by_workers = worker is None and self.counter.reports() is not None
         if position is None or (by_workers and position.epoch < following):
@@ -241,18 +247,12 @@ class EpochTracker:
             self.counter.set(position.epoch)
         else:
             self.counter.resume(*of_worker(worker), position.epoch)
-        self._loaded_at, _ = self.counter.pass_of(*_workers())
+        self._loaded_at, _ = self._coming()
 
 
 def of_worker(worker: Any) -> tuple[int, int, int]:
     """Return the base seed of a DataLoader, the number of one of its workers, and the number of workers."""
     return worker.seed - worker.id, worker.id, worker.num_workers
-
-
-def _workers() -> tuple[int, int]:
-    """Return the base seed and the number of the DataLoader workers of which this process is one, or (-1, 0)."""
-    worker = get_worker_info()
-    return (-1, 0) if worker is None else (worker.seed - worker.id, worker.num_workers)
 
 
 def settings_of(spec: LoaderSpec) -> dict[str, str]:

@@ -82,7 +82,9 @@ class MemoryProjection:
         self.scheduler = scheduler
         self._batch_size = batch_size = spec.batch_size * (1 + sampler.n_controls)
         # Mean number of neighboring rows that a fetch reads together
-        self._run_rows = float(getattr(sampler, "run_rows", getattr(strategy, "block_size", 1)))
+        block_size = getattr(strategy, "block_size", 1)  # of a strategy of the user, perhaps something else
+        block_size = block_size if checks.is_whole(block_size) and block_size > 0 else 1
+        self._run_rows = float(getattr(sampler, "run_rows", block_size))
         if isinstance(strategy, Streaming) and (strategy.indices is None or isinstance(strategy.indices, slice)):
             self._run_rows = math.inf
         self.prefetch = spec.prefetch

@@ -27,6 +27,7 @@ from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, is_obsm, tensor_dtype
+from dasksc.checks import names_or_none
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
 from dasksc.loader.spec import LoaderSpec
@@ -331,7 +332,7 @@ def _of_atlas(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         names = data.obs_names
     else:
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-        wanted = [*spec.obs, *getattr(spec.strategy, "obs_columns", ())]
+        wanted = [*spec.obs, *names_or_none("obs_columns", getattr(spec.strategy, "obs_columns", None))]
         wanted += [column for one in (spec.filter, spec.control) if one is not None for column in columns_of(one)]
     # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
     if spec.has_hooks:

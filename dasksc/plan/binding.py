@@ -98,7 +98,7 @@ class UserSampler(Sampler):
             )
         if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
             raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
-        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
+        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64))  # a copy, as the array may be used again
 
     def digest(self) -> str:
         """Return a hex digest; the rows of one epoch stand for the parameters, which are not known."""
@@ -108,6 +108,12 @@ class UserSampler(Sampler):
 def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
     """Bind a strategy to a collection."""
     if isinstance(strategy, BuiltInStrategy):
+        for name in ("get_indices", "get_len"):
+            if getattr(type(strategy), name) is not getattr(BuiltInStrategy, name):
+                raise InputError(
+                    f"{type(strategy).__name__} has its own {name}, which is not called in a subclass of a built-in "
+                    "strategy. Derive it from dasksc.SamplingStrategy"
+                )
         return strategy.bind(n_obs, labels_of)
     if not isinstance(strategy, SamplingStrategy):
         raise WrongTypeError(

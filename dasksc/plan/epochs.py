@@ -143,11 +143,13 @@ class EpochCounter:
             one["workers"].append(worker)
             return int(one["epoch"])
 
-    def pass_of(self, base_seed: int, n_workers: int) -> tuple[int, int]:
-        """Return how many epochs began before the pass of these workers, which may have begun, and its epoch."""
+    def pass_of(self, base_seed: int, n_workers: int, before: int | None = None) -> tuple[int, int]:
+        """Return how many epochs began before the pass of these workers, and its epoch."""
+        # With the number of a worker as `before`, it is the pass that this worker joins next, which others may have.
         with self._locked() as state:
             one = _latest(state, base_seed, n_workers)
-            return (state["begun"], state["next"]) if one is None else (one["number"], one["epoch"])
+            is_begun = one is not None and before not in one["workers"]
+            return (one["number"], one["epoch"]) if is_begun else (state["begun"], state["next"])
 
     def report(
         self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]

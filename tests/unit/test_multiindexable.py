@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 
 pytestmark = pytest.mark.core
@@ -68,15 +68,6 @@ def test_members_are_reached_by_name_and_by_position_however_they_were_given(mul
     assert [name for name, _ in multi.items()] == ["X", "y"]
     assert multi.values() == list(multi)
     assert (multi.count, len(multi)) == (2, N_ROWS)
-
-
-def test_members_without_names_have_positions_for_keys():
-    multi = MultiIndexable(X, KINDS["list"])
-    assert multi.names is None
-    assert multi.keys() == [0, 1]
-    assert dict(multi.items())[1] is KINDS["list"]
-    with pytest.raises(MissingKeyError, match="'X'"):
-        multi["X"]
 
 
 def test_taking_rows_keeps_names_members_in_step_and_what_lies_beside():

@@ -67,6 +67,16 @@ def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
     assert [rows(after), rows(after)] == epochs[1:]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_state_after_an_epoch_that_was_left_early_is_of_the_next(num_workers):
+    before, after = loader(num_workers, persistent_workers=True), loader(num_workers)
+    rows(islice(before, 4))
+    head = rows(islice(before, 1))
+    state = copy.deepcopy(before.state_dict())
+    after.load_state_dict(state)
+    assert head + rows(after) == unbroken(num_workers)[1]
+
+
 def test_another_world_size_is_refused_with_workers_and_accepted_without():
     state = {}
     for num_workers in (0, 2):

@@ -9,7 +9,7 @@ import pytest
 
 import dasksc
 from dasksc import InputError
-from dasksc.datasets import demo_data, synthetic, synthetic_screen
+from dasksc.datasets import demo_data, synthetic
 from tests.support.commands import run_command
 
 pytestmark = pytest.mark.core
@@ -82,23 +82,6 @@ def test_an_existing_atlas_is_kept_unless_it_may_be_overwritten(tmp_path):
     assert path.read_bytes() == b"mine"
     assert dasksc.open(synthetic(path, **SMALL, overwrite=True)).shape == (3_000, 150)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_screen_has_the_names_it_was_given(tmp_path):
-    path = synthetic_screen(
-        tmp_path / "screen.h5ad", 500, 20, lines=["A", "B"], perturbations=["X", "Y"], control="none"
-    )
-    obs = ad.read_h5ad(path).obs
-    assert set(obs["cell_line"]) == {"A", "B"}
-    assert set(obs["gene"]) == {"X", "Y", "none"}
-    for options in (
-        {"lines": ["A", "A"]},
-        {"perturbations": 0},
-        {"perturbations": ["X"], "control": "X"},
-        {"n_obs": 0},
-    ):
-        with pytest.raises(InputError):
-            synthetic_screen(tmp_path / "other.h5ad", **options)
 
 
 def test_the_command_writes_the_files_of_the_guides(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import random
@@ -249,6 +250,21 @@ def test_figures_tell_running_from_ready_and_weigh_both() -> None:
         assert len(list(window)) == 4
     figures = window.figures()
     assert (figures.n_fetching, figures.n_ready, figures.n_fetched, figures.in_flight_bytes) == (0, 0, 5, 0)
+
+
+def test_closing_in_the_thread_of_an_event_loop_does_not_wait_for_fetches_that_may_need_it() -> None:
+    begun, end = threading.Event(), threading.Event()
+    window = Window(lambda _: (begun.set(), end.wait(WAIT_S)), range(9), name="w", depth=2, scheduler="threads")
+    assert begun.wait(WAIT_S)
+
+    async def close() -> None:
+        window.close()
+
+    closing = threading.Thread(target=lambda: asyncio.run(close()))
+    closing.start()
+    closing.join(WAIT_S / 2)
+    assert not closing.is_alive()
+    end.set()
 
 
 def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:
