@@ -56,12 +56,7 @@ class LocalRunner:
     def __init__(self, name: str, run: Callable[[int], Any], *, n_threads: int) -> None:
         self._name = name
         self._run = run
-        threads: list[threading.Thread] = []
-        self._threads, self._executor = threads, None
-        if n_threads:
-            self._executor = ThreadPoolExecutor(
-                n_threads, _THREADS, initializer=lambda: threads.append(threading.current_thread())
-            )
+        self._executor = ThreadPoolExecutor(n_threads, _THREADS) if n_threads else None
         # `dask.get` would take the callbacks from a global variable, which it empties while it runs.
         self._callbacks = list(Callback.active)
         # Callbacks such as `dask.diagnostics.Profiler` keep the state of a single computation.
@@ -89,9 +84,9 @@ class LocalRunner:
             # zarr-python, for which fetches wait. The wait is bounded, as such a thread may also hold a lock.
             here = threading.current_thread()
             is_loop = here is not threading.main_thread() and asyncio._get_running_loop() is not None
-            if is_waiting and not is_loop and here not in self._threads:
-                for thread in self._threads:
-                    thread.join(_JOIN_S)
+            threads = self._executor._threads
+            for thread in threads if is_waiting and not is_loop and here not in threads else ():
+                thread.join(_JOIN_S)
 
 
 class Window(Generic[T]):
