@@ -30,7 +30,7 @@ def take_rows(data: Any, rows: Any) -> Any:
     if isinstance(data, Mapping):  # columns, such as rows of a HuggingFace dataset
         return {name: take_rows(column, rows) for name, column in data.items()}
     module = type(data).__module__.partition(".")[0]
-    if module == "pyarrow" or np.asarray(rows).dtype == bool:
+    if module == "pyarrow" or (module != "torch" and np.asarray(rows).dtype == bool):
         rows = np.arange(count_rows(data))[rows]
     if module == "pyarrow":
         return data.take(rows)

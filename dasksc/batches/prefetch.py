@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
-T = TypeVar("T")
+from dasksc.executor.window import join_all
 
-# Maximum wait, on closing, for the current job of a thread; if the job takes longer, the thread ends after it.
-_JOIN_S = 60.0
+T = TypeVar("T")
 
 
 class _Job(Generic[T]):
@@ -163,11 +162,7 @@ class _ThreadPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        for thread in self._threads:
-            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded to avoid a deadlock:
-            # garbage collection may close an iterator in a thread that holds a lock needed by a job.
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+        join_all(self._threads)
 
     def __del__(self) -> None:
         self.jobs.put(None)

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Integral
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _Timed = tuple[float, Any]  # Duration of the fetch in seconds, and its result.
 _THREADS = "dasksc-fetch"  # Prefix of the names of fetching threads
-_JOIN_S = 60.0  # Maximum wait, on closing, for the current fetch of a thread
+# Maximum wait, on closing, for the current job of a thread; if the job takes longer, the thread ends after it.
+_JOIN_S = 60.0
 
 
 class LocalRunner:
@@ -80,12 +81,19 @@ class LocalRunner:
         """Cancel queued fetches, and wait for running ones."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
-            # Garbage collection may close a window in any thread, also in one of its own, or in the event loop of
-            # zarr-python, for which fetches wait. The wait is bounded, as such a thread may also hold a lock.
-            here = threading.current_thread()
-            is_loop = here is not threading.main_thread() and asyncio._get_running_loop() is not None
-            threads = self._executor._threads
-            for thread in threads if is_waiting and not is_loop and here not in threads else ():
+            if is_waiting:
+                join_all(self._executor._threads)
+
+
+def join_all(threads: Collection[threading.Thread]) -> None:
+    """Wait until threads have ended, at most a minute for each, unless they may wait for this thread."""
+    # Garbage collection may close an iteration in any thread, also in one of its own, or in the event loop of
+    # zarr-python, for which fetches wait. The wait is bounded, as such a thread may also hold a lock.
+    here = threading.current_thread()
+    is_loop = here is not threading.main_thread() and asyncio._get_running_loop() is not None
+    if not is_loop and here not in threads:
+        for thread in threads:
+            if thread.is_alive():  # a thread whose start was interrupted by Ctrl-C cannot be joined
                 thread.join(_JOIN_S)
 
 

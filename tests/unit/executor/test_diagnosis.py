@@ -36,7 +36,6 @@ def figures(**changed: Any) -> dict[str, Any]:
     return usual | changed
 
 
-# Changes to `figures`, and how the sentence begins.
 @pytest.mark.parametrize(
     ("changed", "beginning"),
     [
