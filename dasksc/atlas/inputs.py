@@ -43,6 +43,16 @@ def atlas_inputs(data: Any, options: Mapping[str, Any], *, skips_errors: bool = 
     return None if found is None else _named(found)
 
 
+def reopenable(data: Any) -> Any:
+    """Return an input that stays the same if the working directory or the given list or dict changes."""
+    if isinstance(data, Mapping):
+        return {key: reopenable(given) for key, given in data.items()}
+    if isinstance(data, list | tuple):
+        return list(map(reopenable, data))
+    is_path = isinstance(data, str | os.PathLike) and not is_url(os.fspath(data))
+    return os.path.abspath(data) if is_path else data
+
+
 def quoted(data: Any) -> str:
     """Return a short text for the input in error messages, without the secrets of a URL."""
     return f"{redact_url(data) if isinstance(data, str) and is_url(data) else data!r:.100}"

@@ -17,7 +17,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.elements import Elements, known_columns, matrix_behind, require_key
-from dasksc.errors import DaskscError, InputError, StorageError
+from dasksc.errors import CorruptDataError, DaskscError, InputError, StorageError
 from dasksc.plan.arrays import index_array
 from dasksc.pushdown import MatrixRows, gather_block, to_dask
 from dasksc.readers.arrays import Lazy, lazily
@@ -342,7 +342,7 @@ class AnnDataView:
     def adata(self) -> AnnData:
         """AnnData behind this view."""
         if self._opening is not None and not self._has_names:
-            self._opened, self._has_names = self._opening(obs=list(self.table)), True
+            self._opened, self._has_names = self._open_again(list(self.table)), True
         return self._unnamed
 
     @property
@@ -359,7 +359,7 @@ class AnnDataView:
     def column(self, name: str) -> pd.Series[Any]:
         """Return a column of obs, which is read on first use."""
         if self._opening is not None and name not in self.table:
-            return self._opening(obs=[name], names=False).obs[name]
+            return self._open_again([name], names=False).obs[name]
         return self.table[require_key("obs", name, self.table, of=self._opened)]
 
     def name_pieces(self) -> Iterator[list[str]] | None:
@@ -396,8 +396,18 @@ class AnnDataView:
             if self._opening is None or self.path is None:
                 self._opened = self._opened.to_anndata()
             else:  # the elements of a single path are only those that batches need
-                self._opened = self._opening(obs=list(self._opened.obs), names=False)
+                self._opened = self._open_again(list(self._opened.obs), names=False)
         return self._opened
+
+    def _open_again(self, obs: list[str], *, names: bool = True) -> AnnData:
+        assert self._opening is not None
+        adata = self._opening(obs=obs, names=names)
+        if adata.n_obs != len(self):
+            raise CorruptDataError(
+                f"the files have {adata.n_obs} cells now, but {len(self)} when they were opened: some were added, "
+                "removed or replaced. Open them again"
+            )
+        return adata
 
     def _matrix(self, name: str, array: Any) -> Matrix:
         if name not in self._matrices:

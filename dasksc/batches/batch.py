@@ -111,8 +111,17 @@ class Batch(_Named):
         except KeyError:
             raise AttributeError(self._lacks(name)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            del self[name]
+        except KeyError:
+            raise AttributeError(self._lacks(name)) from None
+
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self]
+        return [*super().__dir__(), *map(str, self)]
 
     def __repr__(self) -> str:
         leaves = list(_leaves(self))

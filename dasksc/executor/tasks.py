@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Columns, Layout, Matrix, RowBuffer, join, mapping, mapping_of
 from dasksc.storage.arrays import ThreadTimes, clock
+from dasksc.storage.files import Map
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -37,6 +38,12 @@ class FetchedMatrices:
 
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + self.nbytes
+
+    def require_unchanged(self) -> None:
+        """Raise `CorruptDataError` if a memory-mapped file with fetched rows has changed since it was opened."""
+        owners = (owner.base for part in self.parts.values() for one in part.pointers for owner in one.owners)
+        for mapped in {owner for owner in owners if isinstance(owner, Map)}:
+            mapped.identity.require_unchanged()
 
     def compact(self) -> FetchedMatrices:
         """Return the same rows in arrays that hold nothing else and can be sent without conversion."""

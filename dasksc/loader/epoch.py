@@ -20,7 +20,7 @@ from dasksc import config
 from dasksc.batches.placement import Placement
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
-from dasksc.errors import FetchError
+from dasksc.errors import CorruptDataError, FetchError
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import resolve_scheduler
@@ -163,6 +163,11 @@ class Epoch:
                 except Exception as error:
                     self._add_note(error, fetch, i)
                     return _Gathered(made, perf_counter() - start, error)
+            if numbers.stop == fetch.n_batches:
+                try:
+                    fetched.require_unchanged()
+                except CorruptDataError as error:
+                    return _Gathered([], perf_counter() - start, error)
             return _Gathered(made, perf_counter() - start)
 
         def jobs() -> Iterator[Callable[[], _Gathered]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dasksc import pushdown as lazy
 from dasksc.atlas.elements import matrix_behind, require_key
 from dasksc.atlas.expressions import columns_of, holds
-from dasksc.atlas.inputs import quoted, stem_of
+from dasksc.atlas.inputs import quoted, reopenable, stem_of
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
@@ -331,6 +331,7 @@ def _of_atlas(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         name = "data" if data.filename is None else Path(data.filename).stem
         names = data.obs_names
     else:
+        data = reopenable(data)
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
         wanted = [*spec.obs, *names_or_none("obs_columns", getattr(spec.strategy, "obs_columns", None))]
         wanted += [column for one in (spec.filter, spec.control) if one is not None for column in columns_of(one)]

@@ -21,7 +21,7 @@ from dasksc.pushdown.compiler import NotRowLocalError
 from dasksc.pushdown.dask_arrays import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
 from dasksc.pushdown.functions import row_local
 from dasksc.pushdown.matrices import DaskMatrix, RowLocalMatrix
-from dasksc.storage import ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix
+from dasksc.storage import ConcatenatedMatrix, Matrix, ReorderedMatrix, SummedMatrix, hashing
 
 __all__ = [
     "DaskMatrix",
@@ -92,7 +92,8 @@ def token_of(matrix: Matrix) -> str:
     places = [array.label.rpartition(":/") for leaf in leaves_read(matrix) for array in getattr(leaf, "arrays", ())]
     # The metadata of a Zarr array in a folder do not change when its chunks do.
     folders = [f"{path}/{key}" for path, _, key in places if os.path.isdir(path)]
-    return str(tokenize(matrix, [sorted(_versions(folder)) for folder in folders]))
+    with hashing():
+        return str(tokenize(matrix, [sorted(_versions(folder)) for folder in folders]))
 
 
 def _versions(folder: str) -> Iterator[tuple[str, int, int]]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dasksc import config
 from dasksc._compat import write_as_dask_array
-from dasksc.storage import Columns, Matrix, RowBuffer
+from dasksc.storage import Columns, Matrix, RowBuffer, hashing
 from dasksc.storage.arrays import memory_dtype
 
 # `da.from_array` puts this before the name of an array to form the key of its source.
@@ -78,7 +78,8 @@ class MatrixRows:
         return gather_block(fetched, positions, None if is_all else kept)
 
     def __dask_tokenize__(self) -> object:
-        return ("dasksc.rows", normalize_token(self.matrix))
+        with hashing():
+            return ("dasksc.rows", normalize_token(self.matrix))
 
 
 def leaf_matrix(array: da.Array) -> Matrix | None:

@@ -7,7 +7,7 @@ from dasksc.storage.columns import ColumnMaps, Columns
 from dasksc.storage.combined import AbsentMatrix, ConcatenatedMatrix, ReorderedMatrix, SummedMatrix, join, part_costs
 from dasksc.storage.dtypes import BFLOAT16
 from dasksc.storage.fetched_rows import Layout, RowBuffer
-from dasksc.storage.files import UseMmap, mapping, mapping_of
+from dasksc.storage.files import UseMmap, hashing, mapping, mapping_of
 from dasksc.storage.matrix import FetchCost, Matrix
 from dasksc.storage.opening import as_matrix, open_matrix
 from dasksc.storage.remote.client import SCHEMES, redact_url
@@ -33,6 +33,7 @@ __all__ = [
     "UseMmap",
     "as_matrix",
     "caused_by_data",
+    "hashing",
     "is_url",
     "join",
     "mapping",

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -84,10 +85,12 @@ class FileIdentity:
     def require_unchanged(self) -> None:
         """Check that the file has not been replaced, changed or removed."""
         try:
-            now = FileIdentity.of(self.path)
+            status = os.stat(self.path)
         except OSError as error:
             raise CorruptDataError(f"{self.path} was removed since it was opened ({error})") from error
-        self.compare(now)
+        # A fetch may read dozens of files, so an identity is made only for the error.
+        if status.st_mtime_ns != self.mtime_ns or status.st_size != self.size:
+            self.compare(FileIdentity.of(self.path))
 
     def compare(self, now: FileIdentity) -> None:
         """Raise `CorruptDataError` if `now` differs from this identity."""
@@ -141,7 +144,7 @@ class LocalFile:
         """Return the memory-mapped bytes of the file, shape (size,), uint8."""
         # A race between threads maps the file twice, which is harmless.
         if (memory := self._mapped) is None:
-            memory = self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
+            memory = self._mapped = np.asarray(Map(self._descriptor(), self.identity))
             _mapped.append(weakref.ref(self))
             while len(_mapped) > _MOST_MAPPED:
                 if (oldest := _mapped.popleft()()) is not None:
@@ -336,6 +339,19 @@ def should_map(use_mmap: UseMmap) -> bool:
     return _mapping.is_allowed if use_mmap == "auto" or (use_mmap and _mapping.is_strict) else use_mmap
 
 
+is_hashing: ContextVar[bool] = ContextVar("is_hashing", default=False)
+
+
+@contextmanager
+def hashing() -> Iterator[None]:
+    """Leave out of pickles what differs between equal arrays, since Dask derives tokens from pickles."""
+    reset = is_hashing.set(True)
+    try:
+        yield
+    finally:
+        is_hashing.reset(reset)
+
+
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:
     """Read at least `enough` bytes of an open file into `into`, from `offset` on; return the number of bytes read."""
     # Fewer bytes are read at the end of the file. Default of `enough`: the length of `into`.
@@ -376,12 +392,13 @@ _opened: deque[weakref.ref[LocalFile]] = deque()
 _mapped: deque[weakref.ref[LocalFile]] = deque()
 
 
-class _Map:
+class Map:
     """Memory map of a file; the map exists as long as this object is referenced."""
 
     # Python's own maps also keep the file open.
 
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
+        self.identity = identity
         size = identity.size
         if os.fstat(descriptor.number).st_size < size:
             raise CorruptDataError(

@@ -64,21 +64,3 @@ def a_function(first: int, second: Any = None, *, names: Any = (), third: float 
 )
 def test_a_value_is_one_short_line(value: Any, expected: str) -> None:
     assert brief(value) == expected
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (dasksc.Streaming(shuffle=True), "Streaming(shuffle=True)"),
-        (dasksc.BlockShuffling(np.int64(8)), "BlockShuffling()"),
-        (
-            dasksc.BlockShuffling(16, indices=np.arange(100)),
-            "BlockShuffling(block_size=16, indices=ndarray(shape=(100,), dtype=int64))",
-        ),
-        (dasksc.ClassBalancedSampling(label_key="t"), "ClassBalancedSampling(label_key='t')"),
-        (dasksc.CellSets("gene", 8), "CellSets(by=('gene',), set_size=8)"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
-)
-def test_a_strategy_is_displayed_as_the_call_that_makes_it(strategy: Any, expected: str) -> None:
-    assert repr(strategy) == expected

@@ -20,7 +20,7 @@ from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.codecs import Crc32c
-from dasksc.storage.files import FileIdentity, LocalFile, UseMmap, can_map, read_at, should_map
+from dasksc.storage.files import FileIdentity, LocalFile, UseMmap, can_map, is_hashing, read_at, should_map
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, Cache, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
@@ -102,8 +102,7 @@ class Files(ChunkSource):
         self._files: dict[At, LocalFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # The time of opening is omitted, so that equal arrays pickle equally: Dask derives their names from the pickle.
-        return self.__dict__ | {"_opened_ns": None, "_files": {}}
+        return self.__dict__ | {"_opened_ns": None if is_hashing.get() else self._opened_ns, "_files": {}}
 
     @property
     def can_map(self) -> bool:

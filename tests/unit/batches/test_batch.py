@@ -24,6 +24,10 @@ def test_parts_are_items_and_attributes() -> None:
     batch = make_batch()
     assert batch.X is batch["X"]
     assert {"X", "obs", "layers", "index"} <= set(dir(batch))
+    batch.X = batch.X + 1
+    assert batch.X is batch["X"] is Batch(batch).X
+    del batch.X
+    assert "X" not in batch
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,6 @@ def report(n_ranks: int = 2) -> Report:
     )
 
 
-def test_text_has_the_values_and_then_a_section_for_each_table() -> None:
-    lines = str(report()).splitlines()
-    assert lines[:4] == ["name    <atlas>", "n_rows  12,345", "chunks  1,000 x 20", "nbytes  2.00 kiB"]
-    assert lines[4:10] == ["system", "  cpu_count  2", "ranks", "  rank  n_rows", "  0     7", "  1     7"]
-    assert lines[10:12] == ["warnings", "  - Lower " + " ".join(["batch_size"] * 7)]
-    assert max(map(len, lines)) < 100
-    assert "  - and 88 more" in str(report(100)).splitlines()
-
-
 def test_json_has_all_facts_which_are_attributes_too() -> None:
     made = report()
     facts = json.loads(made.to_json())

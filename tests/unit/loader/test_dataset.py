@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import operator
+import os
 import pickle
 import threading
 import weakref
@@ -13,6 +14,7 @@ from itertools import islice
 
 import anndata as ad
 import cloudpickle
+import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -400,6 +402,29 @@ def test_looking_changes_nothing(path, monkeypatch):
     for one in (looked, *copies):
         one.set_epoch(0)  # copies share the epoch counter
         assert [batch.index.tolist() for batch in one] == expected
+
+
+def test_a_mapped_file_that_changes_after_it_was_fetched_ends_the_epoch(adata, tmp_path):
+    path = write_store(adata, tmp_path, "h5ad")
+    with dask.config.set({"dasksc.batches-ahead": 2}):
+        batches = iter(dataset(path, fetch_factor=13, scheduler="synchronous", mmap=True))
+        next(batches)
+        os.utime(path)
+        with pytest.raises(dasksc.CorruptDataError, match=f"{path.name} was replaced or changed"):
+            list(batches)
+
+
+def test_an_atlas_is_opened_again_as_it_was(adata, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [write_store(one, tmp_path, "h5ad", name).name for one, name in ((adata, "a"), (adata[:9], "b"))]
+    of_list, of_one, of_pattern = (dataset(data) for data in (given, given[0], "*.h5ad"))
+    given.reverse()
+    write_store(adata, tmp_path, "h5ad", "c")
+    monkeypatch.chdir("/")
+    assert list(of_list.collection.obs_names) == [*adata.obs_names, *adata.obs_names[:9]]
+    assert list(of_one.collection.obs_names) == list(adata.obs_names)
+    with pytest.raises(dasksc.CorruptDataError, match="have 415 cells now, but 212"):
+        of_pattern.collection.obs  # noqa: B018
 
 
 @pytest.mark.parametrize("module", ["accelerate.data_loader", "transformers.trainer_pt_utils"])
