@@ -42,7 +42,9 @@ class RankSession:
         *,
         seed: int | None,
         is_random: bool,
+        kind: str,
     ) -> None:
+        self._kind = kind  # text that is equal for data sets that are equal on all ranks
         self._given: tuple[int | None, int | None, Any] = (rank, world_size, group)
         self._world: World | None = None
         self.agreement: Agreement | None = None
@@ -91,7 +93,7 @@ class RankSession:
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "
                         "len(dataset) once on every rank after init_process_group and before iterating"
                     )
-                self.own_seed = agreement.seed(self.own_seed)
+                self.own_seed = agreement.seed(self.own_seed, self._kind)
             self.agreement = agreement
             self._world = world
         return world

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from dasksc.checks import is_whole
 from dasksc.errors import InputError, RankMismatchError
@@ -275,9 +275,10 @@ def shared_store(prefix: str) -> Any:
     return distributed.PrefixStore(prefix, distributed.distributed_c10d._get_default_store())
 
 
-# Number of data sets that each rank of each group has created, by store. The run's own store stands under `World`,
-# because torch may replace the object by another with the same keys.
-_ordinals: weakref.WeakKeyDictionary[Any, defaultdict[tuple[int, str], Iterator[int]]] = weakref.WeakKeyDictionary()
+# Numbers of data sets that each rank of each group has created, in all and of each kind, by store. The run's own store
+# stands under `World`, because torch may replace the object by another with the same keys.
+_Counts: TypeAlias = defaultdict[tuple[int, str, str], Iterator[int]]
+_counts: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
 
 
 def is_shared(world: World) -> bool:
@@ -296,8 +297,8 @@ class Agreement:
     def __init__(self, world: World, store: Any = None) -> None:
         self._world = world
         self._given_store = store
-        ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
-        self._ordinal = next(ordinals[world.rank, world.group]) if is_shared(world) else None
+        self._counts = _counts.setdefault(World if store is None else store, defaultdict(itertools.count))
+        self._ordinal = next(self._counts[world.rank, world.group, ""]) if is_shared(world) else None
 
     def _under(self, prefix: str) -> Any:
         if self._given_store is None:
@@ -316,8 +317,9 @@ class Agreement:
         """True if ranks can compare: there is a process group."""
         return self._store() is not None
 
-    def seed(self, proposed: int) -> int:
+    def seed(self, proposed: int, kind: str) -> int:
         """Propose a seed and return the agreed one, which is the first proposal of any rank."""
+        # Data sets of the same kind are numbered apart, so that another one on a single rank does not shift the seeds.
         # All groups of the same size agree on one seed, because tensor-parallel ranks belong to different data-parallel
         # groups and must read the same rows.
         if self._store() is None:
@@ -325,8 +327,9 @@ class Agreement:
                 f"seed=None with world_size={self._world.world_size} and no process group: the ranks cannot agree "
                 "on a seed. Pass the same seed= on every rank, or call torch.distributed.init_process_group first"
             )
-        which = self._world.world_size if self._world.group else "all"
-        return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
+        kind = f"{self._world.world_size}/{kind}"
+        number = next(self._counts[self._world.rank, self._world.group, kind])
+        return int(self._under("dasksc/seed").compare_set(f"{kind}/{number}", "", str(proposed)))
 
     def begin(
         self, iteration: str, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})

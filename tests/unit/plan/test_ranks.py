@@ -137,8 +137,10 @@ def test_groups_do_not_read_each_others_keys_in_the_store():
 @pytest.mark.parametrize("size", [1, 2])  # a group of one rank has tensor-parallel peers
 def test_all_groups_of_a_size_agree_on_the_seed_of_each_data_set(size):
     def act(rank, store):
-        groups = [Agreement(World(rank % size, size, group=f"group {rank // size}"), store) for _ in range(2)]
-        return [agreement.seed(10 * rank + i) for i, agreement in enumerate(groups)]
+        world = World(rank % size, size, group=f"group {rank // size}")
+        if rank == 0:
+            Agreement(world, store).seed(99, "a data set that other ranks do not make")
+        return [Agreement(world, store).seed(10 * rank + i, "kind") for i in range(2)]
 
     seeds = on_ranks(4, act)
     assert len({tuple(of_rank) for of_rank in seeds}) == 1
@@ -150,7 +152,7 @@ def test_a_world_of_one_compares_nothing():
     assert len(list(rank_of(0, 1, store))) == 21
     assert store.num_keys() == 0
     with pytest.raises(InputError, match="seed"):
-        Agreement(World(0, 1), store).seed(1)
+        Agreement(World(0, 1), store).seed(1, "kind")
 
 
 @given(before=RANKS, after=RANKS, n_steps=st.integers(0, 5))

@@ -134,4 +134,4 @@ def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
     with pytest.raises(RankMismatchError):
         agreement(1).begin(0, epoch=4, fingerprint="same")
     # A seed may persist across restarts, because it is equal on all ranks.
-    assert agreement(0).seed(5) == agreement(1).seed(6) == 5
+    assert agreement(0).seed(5, "kind") == agreement(1).seed(6, "kind") == 5
