@@ -40,7 +40,6 @@ def test_parts_are_items_and_attributes() -> None:
         (lambda: NamedTensors(counts=torch.arange(4))["raw"], MissingKeyError, r"\['counts'\].*layers="),
         (lambda: NamedTensors(counts=torch.arange(4)).to, AttributeError, "'to'"),
         (lambda: Categories(cell_type=["B", "T"])["cell type"], MissingKeyError, "'cell_type'"),
-        (lambda: Categories()["donor"], MissingKeyError, "'donor'"),
         (lambda: make_batch().to(torch.bfloat16), InputError, "torch.bfloat16"),
     ],
 )
