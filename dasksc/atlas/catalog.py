@@ -19,7 +19,7 @@ from dasksc.atlas.elements import matrix_behind
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import layers_of
 from dasksc.displays import first_of, with_options_of
-from dasksc.errors import InputError
+from dasksc.errors import InputError, StorageError
 from dasksc.pushdown import leaf_matrix
 from dasksc.readers.catalog import Identity, as_text, identity_of, write_matrix
 from dasksc.storage import RemoteLocation, is_url, redact_url
@@ -106,10 +106,13 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
             write_matrix(root, key, matrix_behind(array), files)
         listed = _list_of(files, target.parent.resolve(), options.get("storage_options"))
         root.attrs.update({"dasksc-texts": types, "dasksc-catalog": list(matrices), "files": listed})
-        with zipfile.ZipFile(partial, "w") as archive:
-            for name, buffer in members.items():
-                archive.writestr(name, buffer.to_bytes())
-        partial.replace(target)
+        try:
+            with zipfile.ZipFile(partial, "w") as archive:
+                for name, buffer in members.items():
+                    archive.writestr(name, buffer.to_bytes())
+            partial.replace(target)
+        except OSError as error:  # such as a full disk
+            raise StorageError(f"{target} cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return len(files)

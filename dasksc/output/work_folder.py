@@ -152,9 +152,8 @@ class WorkFolder:
             free = format_bytes(shutil.disk_usage(self.target.parent).free)
             raise StorageError(
                 errno.ENOSPC,
-                f"no space is left for {self.target}: {free} are free ({error}). The input is unchanged, and the data "
-                f"written so far are kept in {self.folder}. Free some space and run the same {self._what} again to "
-                "resume it, or remove that folder.",
+                f"no space is left for {self.target}: {free} are free ({error}). The input is unchanged. Free some "
+                f"space and run the same {self._what} again, which resumes the work in {self.folder} if that exists.",
             ) from error
 
 
