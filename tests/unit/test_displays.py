@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import torch
 
 import dasksc
 from dasksc.displays import brief
@@ -51,8 +49,6 @@ def a_function(first: int, second: Any = None, *, names: Any = (), third: float 
         ((1,), "(1,)"),
         (list(range(2000)), "[0, 1, 2, ... 2,000 in all]"),
         (np.arange(5), "ndarray(shape=(5,), dtype=int64)"),
-        (torch.zeros(2, 3), "Tensor(shape=(2, 3), dtype=torch.float32)"),
-        (pd.Series(["a"], dtype="category"), "Series(shape=(1,), dtype=category)"),
         (a_function, "a_function"),
         (functools.partial(a_function, 1), "partial(a_function)"),
         (Hostile(), "Hostile(...)"),
