@@ -292,7 +292,7 @@ class scDataset(IterableDataset[Any]):
         self.collection = source.collection
         self.categories = source.categories
         self.gene_match: Any = source.gene_match
-        kind = f"{source.n_obs} rows by {brief(spec.strategy)} in batches of {batch_size}"
+        kind = f"{source.n_obs} rows by {type(spec.strategy).__name__} in batches of {batch_size}"
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler), kind=kind)
         self.memory = MemoryProjection(
             *(spec, source, self.ranks, self._scheduler), strategy=self.strategy, sampler=self._sampler
