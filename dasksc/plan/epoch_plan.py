@@ -37,7 +37,7 @@ _MAX_ROWS = 2**62
 _MAX_BATCHES = 2**48
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class EpochPlan:
     """Plan of one epoch for one rank.
 
@@ -406,6 +406,12 @@ class EpochPlan:
                 loosen(last, 0)
             stop = last * self._fetch_units
         return start, max(start, stop), self._sequence.own(np.concatenate(loose))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpochPlan) and (self.digest(), self.rank) == (other.digest(), other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.digest(), self.rank))
 
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""
