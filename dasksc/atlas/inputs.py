@@ -16,6 +16,7 @@ import pandas as pd
 from dasksc.atlas.elements import Elements, require_key
 from dasksc.atlas.expressions import holds
 from dasksc.errors import DaskscError, InputError, MissingPathError
+from dasksc.readers.options import naming_errors
 from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.urls import is_recursive, matching
@@ -49,8 +50,8 @@ def reopenable(data: Any) -> Any:
         return {key: reopenable(given) for key, given in data.items()}
     if isinstance(data, list | tuple):
         return list(map(reopenable, data))
-    is_path = isinstance(data, str | os.PathLike) and not is_url(os.fspath(data))
-    return os.path.abspath(data) if is_path else data
+    path = os.fspath(data) if isinstance(data, str | os.PathLike) else ""
+    return os.path.abspath(path) if path and not is_url(path) else data
 
 
 def quoted(data: Any) -> str:
@@ -131,7 +132,8 @@ def _atlases_in(path: str | RemoteLocation) -> list[str] | None:
     if reader is not None:
         return reader.parts(path) or None
     if not isinstance(path, RemoteLocation):
-        return sorted(entry.path for entry in os.scandir(path) if is_listed_name(entry.name))
+        with naming_errors(path):
+            return sorted(entry.path for entry in os.scandir(path) if is_listed_name(entry.name))
     if path.is_on_web:
         raise MissingPathError(
             f"there is nothing at {path}. If it is a folder, give the URLs of its atlases as a list, since web "

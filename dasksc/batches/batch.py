@@ -112,13 +112,16 @@ class Batch(_Named):
             raise AttributeError(self._lacks(name)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
+        if hasattr(type(self), name):  # such as a property of a subclass
+            super().__setattr__(name, value)
+        else:
+            self[name] = value
 
     def __delattr__(self, name: str) -> None:
-        try:
+        if name in self:
             del self[name]
-        except KeyError:
-            raise AttributeError(self._lacks(name)) from None
+        else:
+            super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *map(str, self)]

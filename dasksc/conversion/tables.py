@@ -168,7 +168,7 @@ def write_tables(
             attributes: dict[str, Any] = {"encoding-type": encoding, "encoding-version": "0.1.0"}
             zarr.open_group(store / group, zarr_format=3, attributes=attributes)
         zarr.open_group(store, zarr_format=3).attrs["dasksc"] = dict(how)
-        zarr.consolidate_metadata(str(store))
+        zarr.consolidate_metadata(store)
 
 
 def _write_in_order(

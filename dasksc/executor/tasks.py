@@ -23,7 +23,7 @@ from dasksc.storage import Columns, Layout, Matrix, RowBuffer, join, mapping, ma
 from dasksc.storage.arrays import ThreadTimes, clock
 from dasksc.storage.files import Map
 
-# Most files of a fetch that are checked once more. The dozens of small files that a fetch may read would take 5% longer.
+# Most files of a fetch that are checked once more; with the dozens of small files that it may read, it takes 5% longer.
 _MOST_CHECKED = 8
 
 

@@ -155,7 +155,7 @@ def complete_store(store: Path, n_obs: int, names: Names, columns: list[str]) ->
     root.require_group("obsm").update_attributes(_DICT)
     write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
     root.update_attributes({"encoding-type": "anndata", "encoding-version": "0.1.0", NAMES_ATTRIBUTE: digest})
-    zarr.consolidate_metadata(str(store))
+    zarr.consolidate_metadata(store)
 
 
 def _write_names(obs: zarr.Group, n_obs: int, pieces: Iterable[Sequence[str]] | None) -> str | None:
@@ -201,4 +201,4 @@ def extend_store(store: Path, source: Path, keys: Iterable[str], columns: list[s
         order = list(root["obs"].attrs["column-order"])
         root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
         if is_consolidated:
-            zarr.consolidate_metadata(str(store))
+            zarr.consolidate_metadata(store)

@@ -53,11 +53,15 @@ def recommended_bytes(n_bytes: int) -> int:
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+
+
 def _groups(root: Path) -> list[Limit]:
     """Return the limit of each limited control group of this process, including ancestors."""
     try:
-        mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
-        memberships = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in _lines(root / "proc/self/mountinfo")]
+        memberships = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
     except OSError:  # Not Linux.
         return []
     limits = []

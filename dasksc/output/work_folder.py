@@ -153,7 +153,7 @@ class WorkFolder:
             raise StorageError(
                 errno.ENOSPC,
                 f"no space is left for {self.target}: {free} are free ({error}). The input is unchanged. Free some "
-                f"space and run the same {self._what} again, which resumes the work in {self.folder} if that exists.",
+                f"space and run the same {self._what} again to resume it, from {self.folder} if that exists.",
             ) from error
 
 

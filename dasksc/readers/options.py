@@ -118,7 +118,8 @@ def _nothing_at(path: str) -> str:
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return f"there is nothing at {path}: {folder} is not a directory"
-    near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
+    names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) else []
+    near = difflib.get_close_matches(name, names, n=3)
     return f"there is nothing at {path}" + (f"; similar names: {', '.join(near)}" if near else "")
 
 

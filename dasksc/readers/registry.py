@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 
 import h5py
 
-from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingPathError, StorageError
 from dasksc.readers.anndata import AnnDataStore, MuDataStore
 from dasksc.readers.catalog import CatalogReader
 from dasksc.readers.cell_ranger import CellRangerStore
@@ -109,7 +109,12 @@ def readers() -> tuple[Reader, ...]:
 
 def reader_of(path: str | RemoteLocation) -> Reader | None:
     """Return the first reader that recognises a path; None if none does."""
-    return next((reader for reader in readers() if reader.matches(path)), None)
+    try:
+        return next((reader for reader in readers() if reader.matches(path)), None)
+    except DaskscError:
+        raise
+    except OSError as error:  # such as a file that this user may not read
+        raise StorageError(f"{path} cannot be read: {error}") from error
 
 
 def is_file_name(name: str) -> bool:

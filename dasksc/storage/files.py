@@ -9,6 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import deque
@@ -50,7 +51,8 @@ _PAGE_BYTES = 2**12
 # cache may keep them for the next fetch.
 _SHORT_BYTES = _PAGE_BYTES
 # Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
-_MOST_OPEN = 128
+_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_MOST_OPEN = 128 if _limit == resource.RLIM_INFINITY else min(128, _limit // 4)
 # Maximum number of maps that files keep; Linux allows 65,530 per process by default.
 _MOST_MAPPED = 2**14
 # Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
