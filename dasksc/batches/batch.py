@@ -112,6 +112,8 @@ class Batch(_Named):
             raise AttributeError(self._lacks(name)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if callable(getattr(type(self), name, None)):
+            raise AttributeError(f"{name!r} is a method of batches; set the item: batch[{name!r}] = ...")
         if hasattr(type(self), name):  # such as a property of a subclass
             super().__setattr__(name, value)
         else:

@@ -40,6 +40,7 @@ def test_parts_are_items_and_attributes() -> None:
         (lambda: NamedTensors(counts=torch.arange(4))["raw"], MissingKeyError, r"\['counts'\].*layers="),
         (lambda: NamedTensors(counts=torch.arange(4)).to, AttributeError, "'to'"),
         (lambda: Categories(cell_type=["B", "T"])["cell type"], MissingKeyError, "'cell_type'"),
+        (lambda: setattr(make_batch(), "values", torch.arange(4)), AttributeError, r"batch\['values'\]"),
         (lambda: make_batch().to(torch.bfloat16), InputError, "torch.bfloat16"),
     ],
 )
