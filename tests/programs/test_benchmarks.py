@@ -1,6 +1,7 @@
 """Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless.
 
-Programs that mostly start other processes (files, predict, cluster, out_of_core, overlap, soak) run before a release.
+Programs that mostly start other processes (convert, epochs, plans, files, predict, cluster, out_of_core, overlap, soak)
+run before a release.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ OPTIONS = {
     "gpu": ["--device", "cpu", *SIZES, *QUICK[:4], "--steps", "3"],
     "summaries": ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3"],
     "augmentation": [*SIZES, *QUICK[:4]],
-    "convert": [*SIZES, *QUICK],
-    "epochs": [*SIZES, *QUICK, "--short", "150", "--layouts", "csr"],
-    "plans": ["--rows", "40000", "--repeats", "1", "--cases", "blocks", "balanced"],
 }
 
 

@@ -7,9 +7,7 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -106,23 +104,6 @@ def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_pa
     assert losses[-1] < losses[0] / 1.5
     masked = [re.sub(r"(?:loss|value) [\d.]+|[\d.]+%", "", text) for text in (printed, shown(ROOT / page))]
     assert comparable(masked[0]) == comparable(masked[1])
-
-
-def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environment(tmp_path):
-    command = shlex.split(blocks(ROOT / "README.md", "bash")[0][2])
-    venv.create(tmp_path / "empty", with_pip=True)
-    programs = tmp_path / "empty" / "bin"
-    # The constraints keep the CPU build of torch, where one is found, and pip's cache has the packages of CI.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PATH": f"{programs}:/usr/bin:/bin", "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    environment |= {"PIP_NO_COMPILE": "1"}
-    for words, folder in ((command, ROOT), (["dasksc", "demo-data", "demo"], tmp_path)):
-        done = subprocess.run(
-            [programs / words[0], *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert (tmp_path / "demo" / "atlas.h5ad").is_file()
-    shutil.rmtree(tmp_path / "empty")  # more than a gigabyte
 
 
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)

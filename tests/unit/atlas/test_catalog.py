@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +149,26 @@ def test_what_a_catalogue_could_not_open_is_not_indexed(paths: list[str], tmp_pa
             dasksc.index(data, tmp_path / "all.catalog")
 
 
-def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_corrupt_or_may_not_be_read_is_named_or_skipped(
+    paths: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_hdf5(path: str, known: Callable[[str], bool] = h5py.is_hdf5) -> bool:
+        if path == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", path)  # root may read every file
+        return known(path)
+
+    monkeypatch.setattr(h5py, "is_hdf5", is_hdf5)
+    denied = shutil.copyfile(paths[0], paths[0] + "-denied.h5ad")
     Path(paths[1]).write_bytes(Path(paths[1]).read_bytes()[:3000])
-    table = pd.DataFrame({"path": [*paths, "gone[1].h5ad"], "donor": range(5)})
-    with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
-        dasksc.open(paths)
+    table = pd.DataFrame({"path": [*paths, "gone[1].h5ad", denied], "donor": range(6)})
+    for wrong, named in ((paths, r"1\.h5ad"), ([denied, *paths], r"-denied")):
+        with pytest.raises(dasksc.StorageError, match=named):
+            dasksc.open(wrong)
     with caplog.at_level(logging.INFO, "dasksc.collection"):
         adata = dasksc.open(table, files="path", on_error="skip")
     assert adata.obs["donor"].unique().tolist() == [0, 2, 3]
-    assert any(record.args[:2] == (2, 5) for record in caplog.records)
-    assert sum(record.levelno == logging.INFO for record in caplog.records) == 2
+    assert any(record.args[:2] == (3, 6) for record in caplog.records)
+    assert sum(record.levelno == logging.INFO for record in caplog.records) == 3
     with pytest.raises(dasksc.MissingPathError, match="b"):
         dasksc.open(["a.h5ad", "b.h5ad"], on_error="skip")
 

@@ -48,15 +48,15 @@ def test_every_cell_is_converted_once_with_all_its_data(tmp_path, format, layout
     path = write_store(source, tmp_path, format)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     is_verified = format == "zarr2"
-    report = dasksc.convert(path, tmp_path / "out.zarr", verify=is_verified)
+    report = dasksc.convert(path, tmp_path / "a::b.zarr", verify=is_verified)
     assert (report.n_obs, report.n_vars, report.is_verified) == (60, 17, is_verified)
     assert report.left_out == (["obsp/neighbours"] if source.obsp else [])
-    written = read(tmp_path / "out.zarr")
+    written = read(tmp_path / "a::b.zarr")
     same(written, source)
     assert not np.array_equal(order_of(written, source), np.arange(60))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([path.name, "out.zarr"])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([path.name, "a::b.zarr"])
     assert {file: file.read_bytes() for file in before} == before
-    files = [file for file in (tmp_path / "out.zarr").rglob("*") if file.is_file()]
+    files = [file for file in (tmp_path / "a::b.zarr").rglob("*") if file.is_file()]
     assert json.loads(report.to_json())["n_bytes"] == sum(file.stat().st_size for file in files)
 
 

@@ -65,10 +65,10 @@ def predict(model: Any, data: Any, out: Path, **options: Any) -> Report:
 
 
 def test_predictions_are_those_of_the_plain_loop(atlas, tmp_path):
-    model = Embedder()
-    report = predict(model, atlas, tmp_path / "emb.zarr")
+    model, out = Embedder(), tmp_path / "a::b.zarr"
+    report = predict(model, atlas, out)
     expected = plain(model, atlas)
-    written = read(tmp_path / "emb.zarr")
+    written = read(out)
     assert np.array_equal(written.obsm["X_emb"], expected)
     assert list(written.obs_names) == [f"cell{i}" for i in range(N_OBS)]
     assert (report.n_predicted, report.is_complete) == (N_OBS, True)

@@ -14,6 +14,7 @@ from dasksc.memory import CODE_BYTES, Limit, memory_limit, own_bytes, share_of
 pytestmark = pytest.mark.core
 
 GIB = 2**30
+ODD = "9 8 0:1 / /mnt/\udcff rw - ext4 /dev/sda rw\n"  # its name is not UTF-8
 NO_LIMIT = 9223372036854771712  # "no limit" in version 1 of control groups
 
 
@@ -26,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
 
 
 def version_1(root: Path, groups: dict[str, int], *, own: str, mount_root: str = "/") -> None:
@@ -40,7 +41,7 @@ def version_1(root: Path, groups: dict[str, int], *, own: str, mount_root: str =
 
 def version_2(root: Path, groups: dict[str, dict[str, str]], *, own: str) -> None:
     write(root / "proc/self/cgroup", f"0::{own}\n")
-    write(root / "proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
+    write(root / "proc/self/mountinfo", f"{ODD}35 31 0:32 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n")
     for group, limits in groups.items():
         for name, limit in limits.items():
             write(root / "sys/fs/cgroup" / group / name, f"{limit}\n")
