@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,15 @@ _N_SHOWN = 20
 
 
 class _Named(dict[str, Any]):
-    """Dict whose error for a missing key lists its entries."""
+    """Dict whose error for a missing key lists its entries, and whose copies have its type."""
+
+    def copy(self) -> Self:
+        return copy.copy(self)
+
+    def __or__(self, others: Any) -> Self:  # type: ignore[override]
+        joined = self.copy()
+        joined.update(others)
+        return joined
 
     def __missing__(self, key: Any) -> Any:
         raise MissingKeyError(self._lacks(key))

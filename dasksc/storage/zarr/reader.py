@@ -58,7 +58,7 @@ class ZarrFile:
             return zarr.open_group(self.store(), mode="r")
         except DaskscError:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is not a Zarr store: it has no group at its root (no zarr.json, no .zgroup). "
                 "Give the directory that AnnData's write_zarr made, a zip file of what is in it, or an .h5ad file."

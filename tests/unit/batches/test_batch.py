@@ -55,8 +55,8 @@ def test_to_moves_every_tensor_and_keeps_the_type() -> None:
     assert {moved.X.device.type, moved.obs["type"].device.type, moved.layers["counts"].device.type} == {"meta"}
 
 
-@pytest.mark.parametrize("copy", [default_convert, lambda b: pickle.loads(pickle.dumps(b))])
-def test_converters_and_pickling_keep_type_and_values(copy) -> None:
+@pytest.mark.parametrize("copy", [default_convert, lambda b: pickle.loads(pickle.dumps(b)), lambda b: b.copy() | {}])
+def test_converters_and_copies_keep_type_and_values(copy) -> None:
     batch, copied = make_batch(), copy(make_batch())
     assert type(copied) is Batch
     assert torch.equal(copied.X, batch.X)

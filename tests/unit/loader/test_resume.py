@@ -118,7 +118,7 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
 
 
 RANKS = st.integers(1, 4)
-SIZES = st.fixed_dictionaries({"batch_size": st.sampled_from([3, 7, 16]), "fetch_factor": st.sampled_from([1, 2, 8])})
+SIZES = st.fixed_dictionaries({"batch_size": st.sampled_from([5, 7, 16]), "fetch_factor": st.sampled_from([1, 2, 8])})
 
 
 def ranks_of(world_size: int, state=None, **options) -> list[scDataset]:
