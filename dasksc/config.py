@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+from numbers import Real
 from typing import Any
 
 import dask.config
@@ -29,11 +30,12 @@ def get_bytes(key: str) -> int:
 
 def memory_limit(given: int | str | None) -> int:
     """Return `given` in bytes, or the value of ``dasksc.memory-limit`` if it is None."""
-    limit = get("memory-limit") if given is None else given
+    limit: Any = get("memory-limit") if given is None else given
     try:
-        if not isinstance(limit, int | float | str):
+        is_number = isinstance(limit, Real)
+        if not (is_number or isinstance(limit, str)):
             raise TypeError(f"expected a number or a string, not a {type(limit).__name__}")
-        n_bytes = int(parse_bytes(limit))
+        n_bytes = int(limit if is_number else parse_bytes(limit))
     except (OverflowError, TypeError, ValueError) as error:
         raise InputError(f"memory_limit={limit!r} is neither a number of bytes nor a string such as '2GiB'") from error
     if not 0 < n_bytes < 2**63:

@@ -20,7 +20,7 @@ from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.stored import layers_of
 from dasksc.displays import first_of, with_options_of
 from dasksc.errors import InputError, StorageError
-from dasksc.pushdown import leaf_matrix
+from dasksc.pushdown import leaf_matrix, require_unchanged
 from dasksc.readers.catalog import Identity, as_text, identity_of, write_matrix
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.files import FileIdentity
@@ -85,7 +85,7 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     if adata.raw is not None:
         matrices["raw/X"] = adata.raw.X
     files: dict[str, Identity | None] = {}
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         # An archive cannot replace members, as AnnData does while it writes.
         members: dict[str, Any] = {}
@@ -105,6 +105,8 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
                 raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
             write_matrix(root, key, matrix_behind(array), files)
         listed = _list_of(files, target.parent.resolve(), options.get("storage_options"))
+        for array in matrices.values():
+            require_unchanged(matrix_behind(array))
         root.attrs.update({"dasksc-texts": types, "dasksc-catalog": list(matrices), "files": listed})
         try:
             with zipfile.ZipFile(partial, "w") as archive:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dasksc.atlas.elements import Elements, known_columns, matrix_behind, require_key
 from dasksc.errors import CorruptDataError, DaskscError, InputError, StorageError
 from dasksc.plan.arrays import index_array
-from dasksc.pushdown import MatrixRows, gather_block, to_dask
+from dasksc.pushdown import MatrixRows, gather_block, require_unchanged, to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
 from dasksc.readers.names import names_in_pieces
@@ -147,6 +147,13 @@ def split_columns(
     return of_own, dict(of_modality)
 
 
+def _require_unchanged(of: AnnData | Elements) -> None:
+    """Raise `CorruptDataError` if a file with matrices has changed since they were opened."""
+    for array in (of.X, *layers_of(of).values(), *of.obsm.values()):
+        if isinstance(array, da.Array | Lazy):
+            require_unchanged(matrix_behind(array))
+
+
 def _read(
     store: Store,
     where: str | RemoteLocation,
@@ -167,13 +174,16 @@ def _read(
         # Annotations of genes are not joined.
         return store.table(name, []) if extent == "joined" else store.table(name)
 
+    # Matrices come first: they show if a store was replaced before all tables were read. An HDF5 file is opened once.
     for_cells = Elements(
-        obs=_obs(store, where, obs, options),
-        var=genes("var"),
         X=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
         layers=_entries(store, keys, "layers", options),
         obsm=_entries(store, keys, "obsm", options),
+        obs=_obs(store, where, obs, options),
+        var=genes("var"),
     )
+    if isinstance(where, str) and os.path.isdir(where):
+        _require_unchanged(for_cells)
     if extent == "batches":
         return for_cells
 
@@ -264,7 +274,7 @@ def _of_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions)
     )
 
 
-def layers_of(adata: AnnData) -> dict[str, Any]:
+def layers_of(adata: AnnData | Elements) -> dict[str, Any]:
     """Return the layers by name."""
     # From AnnData 0.13 on, layers[None] is X, which a backed file may lack.
     return {name: adata.layers[name] for name in adata.layers if name is not None}
@@ -368,9 +378,13 @@ class AnnDataView:
         For a single file or store, names are read piece by piece, so they are never all in memory at once.
         """
         if self.path is not None:
-            return path_names(self.path)
+            return self._path_names(self.path)
         names = self.adata.obs_names if self._names is None else self._names
         return None if isinstance(names, pd.RangeIndex) else names_in_pieces(names)
+
+    def _path_names(self, path: str) -> Iterator[list[str]]:
+        yield from path_names(path)
+        _require_unchanged(self._opened)
 
     def __len__(self) -> int:
         return int(self._opened.n_obs)
@@ -407,6 +421,7 @@ class AnnDataView:
                 f"the files have {adata.n_obs} cells now, but {len(self)} when they were opened: some were added, "
                 "removed or replaced. Open them again"
             )
+        _require_unchanged(self._opened)
         return adata
 
     def _matrix(self, name: str, array: Any) -> Matrix:

@@ -84,7 +84,8 @@ class Batch(_Named):
     X
         Shape (batch, n_vars), dense or sparse CSR. Column indices within a CSR row ascend and are unique.
     obs
-        Dict of tensors of shape (batch,). Categoricals and strings are int64 codes, -1 for missing values.
+        Dict of tensors of shape (batch,). Categoricals and strings are int64 codes, -1 for missing values. Dates and
+        durations are seconds, float64.
     layers, obsm
         Dicts of tensors whose first dimension is the batch. With `dasksc.Modalities`, the batch instead holds one
         `Batch` of X, layers and obsm per modality, by name (``batch["rna"].X``), and a single obs and index.

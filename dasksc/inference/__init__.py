@@ -179,6 +179,8 @@ def predict(
                 "predict all cells again with overwrite=True",
                 *("returning" if run == COMPLETE else "continuing", path),
             )
+        if run == NEW and world.world_size == 1:
+            run = os.urandom(8).hex()  # another call that begins now, perhaps with another model, does not join it
         n_predicted = 0
         if run != COMPLETE:
             store.join(run)

@@ -659,8 +659,8 @@ class scDataset(IterableDataset[Any]):
                 "for other collections"
             )
         plan, maker = self.plan(epoch), self.source.maker
-        if maker.dtype == BFLOAT16:
-            raise InputError("Dask arrays cannot have dtype='bfloat16', which NumPy lacks; use 'float32'")
+        if maker.dtype == BFLOAT16 or (maker.layout == "csr" and maker.dtype == "float16"):
+            raise InputError("Dask arrays cannot have dtype='bfloat16', nor CSR ones 'float16'; use 'float32'")
         return epoch_array(
             self.source.matrices["X"],
             plan,

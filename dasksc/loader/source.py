@@ -295,6 +295,8 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     if isinstance(data, str | os.PathLike | AnnData) or is_several(data):
         return _of_atlas(data, spec)
     is_array = isinstance(data, da.Array) and data.ndim == 2
+    if is_array and np.isnan(data.shape).any():
+        raise InputError("the number of rows of the Dask array is unknown; call its method compute_chunk_sizes() first")
     if is_array and spec.has_hooks:
         return IndexedSource("data", lazy.MatrixRows(matrix=lazy.matrix_of(data)), int(data.shape[0]))
     if not is_array:

@@ -273,7 +273,8 @@ def _numbers(series: pd.Series[Any]) -> NDArray[Any]:
     if isinstance(series.dtype, pd.api.extensions.ExtensionDtype) and series.hasnans:
         return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
     values = np.asarray(series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None)))
-    return values.astype(values.dtype.newbyteorder("="), copy=False)
+    is_long = values.dtype.kind == "f" and values.dtype.itemsize > 8  # torch has no such type
+    return values.astype(np.float64 if is_long else values.dtype.newbyteorder("="), copy=False)
 
 
 def _seconds(series: pd.Series[Any]) -> NDArray[np.float64]:

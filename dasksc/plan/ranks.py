@@ -139,7 +139,12 @@ class World:
             if value is not None and not is_whole(value):
                 raise InputError(f"{name} must be a whole number or None; got {value!r}")
         sources = itertools.chain(_from_libraries(), _from_environment(), (cls(),))
-        found = next(sources) if group is None else _of_group(group)
+        try:
+            found = next(sources) if group is None else _of_group(group)
+        except InputError:  # variables of a launcher that contradict each other
+            if group is not None or rank is None or world_size is None:
+                raise
+            found = cls()
         if rank is None and world_size is None:
             return found
         if rank is None and world_size is not None and world_size > 1 and found == World():

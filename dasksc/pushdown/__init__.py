@@ -87,6 +87,14 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
         yield from leaves_read(part)
 
 
+def require_unchanged(matrix: Matrix) -> None:
+    """Raise `CorruptDataError` if an array from which a matrix is read has changed since it was opened."""
+    nothing = np.empty(0, dtype=np.int64)
+    for leaf in leaves_read(matrix):
+        for array in getattr(leaf, "arrays", ()):
+            array.locate(nothing, nothing)  # every read checks this first
+
+
 def token_of(matrix: Matrix) -> str:
     """Return a token of a matrix that changes with its files and, at URLs, with the metadata of its arrays."""
     places = [array.label.rpartition(":/") for leaf in leaves_read(matrix) for array in getattr(leaf, "arrays", ())]

@@ -211,10 +211,9 @@ def _json(value: Any) -> str:
 
 
 def identity_of(path: str) -> FileIdentity:
-    """Return the version of a local file; of a Zarr store in a folder, the newest change of its tables counts."""
+    """Return the version of a local file; of a Zarr store in a folder, the newest change of any of its files counts."""
     found = FileIdentity.of(path)
-    walks = (os.walk(os.path.join(path, name)) for name in ("obs", "var", "obsm"))
-    files = (os.path.join(folder, name) for walk in walks for folder, _, names in walk for name in names)
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
     return replace(found, mtime_ns=max((os.stat(one).st_mtime_ns for one in files), default=found.mtime_ns))
 
 

@@ -33,7 +33,6 @@ def path(tmp_path_factory):
         (lambda d, idx: d[idx].layers["counts"].toarray(), "counts"),
         (lambda d, idx: d[idx].to_df().to_numpy(), None),
     ],
-    ids=["d[idx].X", "d[idx].to_memory()", "d.X[idx]", "d[idx].layers", "d[idx].to_df()"],
 )
 def test_backed_anndata_through_a_fetch_callback(path, fetch_callback, layer):
     backed = ad.read_h5ad(path, backed="r")

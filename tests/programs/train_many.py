@@ -1,9 +1,4 @@
-"""Run several training configurations in one launch of the ranks.
-
-    train_many.py TRAININGS.json
-
-The file holds a dict of configurations by name. Error messages are written to <name>.error in the same folder.
-"""
+"""Run the training configurations in a file, a dict by name, in one launch; errors are written to <name>.error."""
 
 from __future__ import annotations
 

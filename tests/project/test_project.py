@@ -25,12 +25,8 @@ pytestmark = pytest.mark.core
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Names of packages in conda-forge that differ from those in PyPI.
-CONDA_NAMES = {
-    "torch": ["pytorch"],
-    "matplotlib": ["matplotlib-base"],
-    "dask": ["dask", "distributed"],
-    "build": ["python-build"],
-}
+CONDA_NAMES = {"torch": ["pytorch"], "matplotlib": ["matplotlib-base"], "build": ["python-build"]}
+CONDA_NAMES["dask"] = ["dask", "distributed"]
 
 
 # Extras in environment.yml.

@@ -54,7 +54,8 @@ def recorded_reads() -> Iterator[Reads]:
 
     def recording_reach(original: Any) -> Any:
         def locate(self: Any, starts: Any, stops: Any) -> Any:
-            reads.reached.append(Reach(self.label, len(starts), int(np.sum(stops - starts))))
+            if len(starts):  # without runs, only the file is checked
+                reads.reached.append(Reach(self.label, len(starts), int(np.sum(stops - starts))))
             return original(self, starts, stops)
 
         return locate

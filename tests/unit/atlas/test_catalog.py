@@ -18,7 +18,7 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.atlas import stored
+from dasksc.atlas import catalog, stored
 from tests.support.cell_ranger import write_v3
 from tests.support.data import dense, make_adata, same, write_store
 
@@ -118,6 +118,19 @@ def test_a_file_that_changed_or_is_gone_is_named(paths: list[str], tmp_path: Pat
         dasksc.open(tmp_path / "all.catalog")
 
 
+def test_a_file_that_changes_while_it_is_indexed_is_named(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*args: Any, **options: Any) -> Any:
+        adata = dasksc.open(*args, **options)
+        os.utime(paths[1])
+        return adata
+
+    monkeypatch.setattr(catalog, "open_atlas", opened)
+    with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
+        dasksc.index(paths, tmp_path / "all.catalog")
+
+
 def test_a_file_with_other_genes_than_indexed_is_named(paths: list[str], tmp_path: Path) -> None:
     dasksc.index(paths, tmp_path / "all.catalog")
     status = os.stat(paths[1])
@@ -130,12 +143,13 @@ def test_a_file_with_other_genes_than_indexed_is_named(paths: list[str], tmp_pat
         dasksc.open(tmp_path / "all.catalog").X.compute()
 
 
-def test_tables_of_a_zarr_store_that_changed_in_place_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("array", ["obs/cell_type/codes", "X/data"])
+def test_a_zarr_store_that_changed_in_place_is_noticed(tmp_path: Path, array: str) -> None:
     store = write_store(make_adata(6, 3), tmp_path, "zarr2")
     dasksc.index(store, tmp_path / "all.catalog")
     same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(store))
-    (codes,) = (store / "obs/cell_type/codes").glob("[0-9]*")
-    os.utime(codes)
+    (chunk,) = (store / array).glob("[0-9]*")
+    os.utime(chunk)
     with pytest.raises(dasksc.CorruptDataError, match="zarr2"):
         dasksc.open(tmp_path / "all.catalog")
 

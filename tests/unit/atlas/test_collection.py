@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from dasksc.atlas.stored import AnnDataView
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.plan.labels import encode_column
 from dasksc.pushdown import DaskMatrix, matrix_of
+from dasksc.readers.anndata import AnnDataStore
 from tests.support.conversions import read
 from tests.support.data import (
     FORMATS,
@@ -294,6 +296,18 @@ def test_a_view_takes_every_kind_of_index(index: Any, rows: list[int]) -> None:
     got = AnnDataView(dasksc.open(adata))[index]
     assert list(got.obs_names) == [f"cell{row}" for row in rows]
     np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
+
+
+def test_a_store_that_is_replaced_while_it_is_opened_is_noticed(tmp_path, monkeypatch):
+    store = write_store(make_adata(), tmp_path, "zarr3")
+
+    def table(self: Any, *args: Any, read: Any = AnnDataStore.table) -> Any:
+        os.utime(store / "X" / "data" / "zarr.json")
+        return read(self, *args)
+
+    monkeypatch.setattr(AnnDataStore, "table", table)
+    with pytest.raises(CorruptDataError, match="X/data"):
+        dasksc.open(store)
 
 
 @pytest.mark.parametrize("format", FORMATS)

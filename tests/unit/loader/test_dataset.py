@@ -425,6 +425,10 @@ def test_an_atlas_is_opened_again_as_it_was(adata, tmp_path, monkeypatch):
     assert list(of_one.collection.obs_names) == list(adata.obs_names)
     with pytest.raises(dasksc.CorruptDataError, match="have 415 cells now, but 212"):
         of_pattern.collection.obs  # noqa: B018
+    os.utime(tmp_path / "a.h5ad")
+    for read in (lambda: list(of_one.collection.name_pieces()), lambda: of_list.collection.column("flag")):
+        with pytest.raises(dasksc.CorruptDataError, match=r"a\.h5ad"):
+            read()
 
 
 @pytest.mark.parametrize("module", ["accelerate.data_loader", "transformers.trainer_pt_utils"])

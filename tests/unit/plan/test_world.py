@@ -82,6 +82,8 @@ def test_arguments_win_and_can_opt_out(monkeypatch):
     assert World.detect(0, 1).world_size == 1
     assert (World.detect(rank=1).rank, World.detect(rank=1).world_size) == (1, 4)
     assert World.detect(world_size=8).rank == 3
+    monkeypatch.setenv("RANK", "first")
+    assert World.detect(0, 1).world_size == 1
 
 
 @pytest.mark.parametrize(
