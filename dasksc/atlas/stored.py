@@ -148,10 +148,9 @@ def split_columns(
 
 
 def _require_unchanged(of: AnnData | Elements) -> None:
-    """Raise `CorruptDataError` if a file with matrices has changed since they were opened."""
-    for array in (of.X, *layers_of(of).values(), *of.obsm.values()):
-        if isinstance(array, da.Array | Lazy):
-            require_unchanged(matrix_behind(array))
+    """Raise `CorruptDataError` if X has changed since it was opened; `predict` may replace entries of obsm."""
+    if isinstance(of.X, da.Array | Lazy):
+        require_unchanged(matrix_behind(of.X))
 
 
 def _read(
@@ -174,7 +173,7 @@ def _read(
         # Annotations of genes are not joined.
         return store.table(name, []) if extent == "joined" else store.table(name)
 
-    # Matrices come first: they show if a store was replaced before all tables were read. An HDF5 file is opened once.
+    # Matrices come first: X shows if a store was replaced before all tables were read. An HDF5 file is opened once.
     for_cells = Elements(
         X=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
         layers=_entries(store, keys, "layers", options),
@@ -274,7 +273,7 @@ def _of_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions)
     )
 
 
-def layers_of(adata: AnnData | Elements) -> dict[str, Any]:
+def layers_of(adata: AnnData) -> dict[str, Any]:
     """Return the layers by name."""
     # From AnnData 0.13 on, layers[None] is X, which a backed file may lack.
     return {name: adata.layers[name] for name in adata.layers if name is not None}
