@@ -88,7 +88,7 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
 
 
 def require_unchanged(matrix: Matrix) -> None:
-    """Raise `CorruptDataError` if an array from which a matrix is read has changed since it was opened."""
+    """Raise `CorruptDataError` if a local array of a matrix has changed since it was opened; URLs are left to reads."""
     nothing = np.empty(0, dtype=np.int64)
     for leaf in leaves_read(matrix):
         for array in getattr(leaf, "arrays", ()):

@@ -20,7 +20,7 @@ SIZES = ["--block", "16", "--batch", "32", "--fetch", "512"]
 QUICK = ["--rounds", "1", "--seconds", "0.05", "--warm-up", "0"]
 # Options of each program in addition to the sizes of its atlas.
 OPTIONS = {
-    "compare": [*SIZES, *QUICK, "--layout", "csr", "--contenders", "dasksc threads", "anndata backed"],
+    "compare": [*SIZES, *QUICK, "--files=zarr", "--layout=csr", "--contenders", "dasksc threads", "anndata backed"],
     "remote": [*SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005"],
     "diversity": ["--batch", "32", "--blocks", "1", "64", "--fetch-factors", "4", *QUICK[:4]],
     "balanced": ["--batch", "32", "--steps", "20", "--seeds", "1"],
