@@ -1,4 +1,4 @@
-"""Dask arrays that wrap a matrix, the leaves of every graph over stored cells: their rows, sums and variances.
+"""Dask arrays that wrap a matrix, the leaves of every graph over stored cells: their rows and reductions.
 
 Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support. Neither library
 lets others register an implementation. On dense chunks, Dask accumulates sums of float32 in float32, and its variances
@@ -173,6 +173,11 @@ class CellsArray(da.Array, metaclass=_AnyDaskArray):
     def of(cls, array: da.Array) -> CellsArray:
         return cls(array.dask, array.name, array.chunks, meta=array._meta)
 
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in (np.sum, np.mean, np.var, np.std, np.max, np.min) and args and args[0] is self:
+            return getattr(self, func.__name__)(*args[1:], **kwargs)
+        return super().__array_function__(func, types, args, kwargs)
+
     def sum(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None) -> da.Array:
         result = np.dtype(np.empty(0, self.dtype).sum().dtype if dtype is None else dtype)
         wide = np.result_type(result, np.float64) if result.kind == "f" else result
@@ -203,6 +208,14 @@ class CellsArray(da.Array, metaclass=_AnyDaskArray):
     def std(self, *args: Any, **kwargs: Any) -> da.Array:
         return da.sqrt(self.var(*args, **kwargs))
 
+    def max(self, axis: Axis = None, keepdims: bool = False, split_every: Any = None) -> da.Array:
+        largest = _reduce(self, chunk_extreme, np.max, axis, split_every, self.dtype)
+        return _shaped(largest, axis, keepdims=keepdims)
+
+    def min(self, axis: Axis = None, keepdims: bool = False, split_every: Any = None) -> da.Array:
+        smallest = _reduce(self, partial(chunk_extreme, name="min"), np.min, axis, split_every, self.dtype)
+        return _shaped(smallest, axis, keepdims=keepdims)
+
 
 write_as_dask_array(CellsArray)
 
@@ -228,6 +241,14 @@ def chunk_sum(block: Any, axis: tuple[int, ...], keepdims: bool, *, dtype: np.dt
 def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[np.void]:
     """Return the `MOMENTS` of a chunk."""
     return _in_pieces(block, axis, _moments_of_piece, combine_moments)
+
+
+def chunk_extreme(block: Any, axis: tuple[int, ...], keepdims: bool, *, name: str = "max") -> NDArray[Any]:
+    """Return the largest or smallest values of a chunk; NaN where there is one."""
+    if not sp.issparse(block):
+        return np.asarray(getattr(block, name)(axis=axis, keepdims=True))
+    found = getattr(sp.csr_array(block), name)(axis=axis[0] if len(axis) == 1 else None)
+    return (found.toarray() if sp.issparse(found) else np.asarray(found)).reshape(_reduced_shape(block.shape, axis))
 
 
 def _in_pieces(block: Any, axis: tuple[int, ...], reduce: Reduction, combine: Reduction) -> NDArray[Any]:

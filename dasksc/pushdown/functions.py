@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dasksc._compat.dask import concatenate2, elemwise_handle_where, enforce_dtype, identity_cast
 from dasksc.errors import InputError
-from dasksc.pushdown.dask_arrays import chunk_moments, chunk_sum, combine_moments, variance_of
+from dasksc.pushdown.dask_arrays import chunk_extreme, chunk_moments, chunk_sum, combine_moments, variance_of
 
 # Known elementwise functions other than ufuncs.
 ELEMENTWISE = frozenset(
@@ -60,11 +60,11 @@ _REDUCTIONS = frozenset(
         *(np.sum, np.prod, np.min, np.max, np.mean, np.var, np.std, np.any, np.all, np.nansum, np.nanmin, np.nanmax),
         *(of_dask.chunk_max, of_dask.chunk_min, of_dask.mean_chunk, of_dask.mean_combine, of_dask.mean_agg),
         *(of_dask.moment_chunk, of_dask.moment_combine, of_dask.moment_agg),
-        *(chunk_sum, chunk_moments, combine_moments),
+        *(chunk_sum, chunk_extreme, chunk_moments, combine_moments),
     ]
 )
 # Functions of NumPy that use only methods and operators that SciPy's matrices have.
-_METHODS = frozenset([np.transpose, np.flip, np.sum, np.mean, np.min, np.max, np.amin, np.amax])
+_METHODS = frozenset([np.transpose, np.flip])
 # Libraries whose functions do not write into their arguments.
 _LIBRARIES = frozenset(
     ["_operator", "builtins", "cytoolz", "dask", "dasksc", "fast_array_utils", "numpy", "scanpy", "scipy", "toolz"]
@@ -200,9 +200,9 @@ def for_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(_elementwise, function)
     if _name(function) == _SCALE_ROWS:
         return functools.partial(_scaled_rows, function)
-    if function in (np.asarray, np.ascontiguousarray):
-        return lambda *args, **kwargs: function(*map(_dense, args), **kwargs)
     package, module, *_ = *_module_of(function).split("."), ""
+    if function in (np.asarray, np.ascontiguousarray) or (_is_among(function, _REDUCTIONS) and package != "dasksc"):
+        return lambda *args, **kwargs: function(*map(_dense, args), **kwargs)
     if package in ("numpy", "scipy") and module != "sparse" and not _is_among(function, _METHODS):
         return functools.partial(_of_dense, function)
     return function if package in _LIBRARIES else functools.partial(_with_own_arrays, function)

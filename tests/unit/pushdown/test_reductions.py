@@ -18,7 +18,7 @@ from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_st
 
 pytestmark = pytest.mark.core
 
-METHODS = ["sum", "mean", "var", "std"]
+METHODS = ["sum", "mean", "var", "std", "max", "min"]
 
 
 def lazy(
@@ -43,6 +43,7 @@ def test_sums_of_chunks_are_those_of_numpy(layout, method, axis, dtype, keepdims
     array, values = lazy(dtype, layout=layout)
     expected = np.asarray(getattr(values, method)(axis=axis, keepdims=keepdims))
     reduced = getattr(array, method)(axis=axis, keepdims=keepdims)
+    assert getattr(np, method)(array, axis=axis, keepdims=keepdims).name == reduced.name
     assert (reduced.dtype, reduced.shape) == (expected.dtype, expected.shape)
     found = reduced.compute()
     assert isinstance(found, np.ndarray | np.generic)
@@ -98,7 +99,12 @@ def test_a_chunk_is_reduced_in_less_memory_than_it_takes(method, kind):
 
 
 @pytest.mark.parametrize(
-    "code", [lambda x: x / x.sum(axis=1, keepdims=True), lambda x: x / x.std(axis=1, keepdims=True)], ids=["sum", "std"]
+    "code",
+    [
+        lambda x: x / x.sum(axis=1, keepdims=True),
+        lambda x: x / x.std(axis=1)[:, None],
+        lambda x: x / x.max(axis=1)[:, None],
+    ],
 )
 def test_sums_over_genes_are_computed_row_by_row(code, tmp_path):
     adata = make_adata(40, 12, layout="csr")

@@ -101,6 +101,7 @@ UNUSUAL[2] = np.nan
 DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
     "one more": lambda x: da.log2(x + 1),
     "made dense": lambda x: x.map_blocks(np.asarray),
+    "of the largest that are at most 3": lambda x: x / (1 + np.minimum(x, 3).max(axis=1)[:, None]),
     "divided by zeros": lambda x: x / UNUSUAL,
     "divided by zeros of rows": lambda x: x / (SIZES[:, None] - 5),
     "infinitely weighted by itself": lambda x: x * (x / UNUSUAL),
