@@ -109,9 +109,9 @@ def test_a_state_saved_after_workers_read_a_part_of_an_epoch_is_warned_about(pat
     assert (one.state_dict()["epoch"], caplog.text) == (2, "")
 
 
-def _read_two_epochs(one, rank, found):
+def _read_two_epochs(one, rank, persistent, found):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    loader = DataLoader(one, batch_size=None, num_workers=2)
+    loader = DataLoader(one, batch_size=None, num_workers=2, persistent_workers=persistent)
     epochs = [rows(loader) for _ in range(2)]
     assert {len(batches) for batches in epochs} == {len(loader)}
     found.put(epochs)
@@ -121,7 +121,7 @@ def _read_two_epochs(one, rank, found):
 def test_ranks_times_workers_cover_every_epoch_once(path, start):
     one, context = dataset(path), multiprocessing.get_context(start)  # the ranks start afterwards
     found = context.SimpleQueue()
-    ranks = [context.Process(target=_read_two_epochs, args=(one, rank, found)) for rank in range(2)]
+    ranks = [context.Process(target=_read_two_epochs, args=(one, rank, start == "spawn", found)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for epoch in zip(*(found.get() for _ in ranks), strict=True):
