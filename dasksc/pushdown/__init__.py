@@ -90,9 +90,9 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
 def require_unchanged(matrix: Matrix) -> None:
     """Raise `CorruptDataError` if a local array of a matrix has changed since it was opened; URLs are left to reads."""
     nothing = np.empty(0, dtype=np.int64)
-    for leaf in leaves_read(matrix):
-        for array in getattr(leaf, "arrays", ()):
-            array.locate(nothing, nothing)  # every read checks this first
+    arrays = [array for leaf in leaves_read(matrix) for array in getattr(leaf, "arrays", ())]
+    for array in {id(getattr(array, "file", array)): array for array in arrays}.values():
+        array.locate(nothing, nothing)  # every read checks this first
 
 
 def token_of(matrix: Matrix) -> str:
