@@ -92,15 +92,11 @@ def test_a_chunk_is_reduced_in_less_memory_than_it_takes(method, kind):
     assert peak < 2 * n_bytes
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        lambda x: x / x.sum(axis=1, keepdims=True),
-        lambda x: x / x.std(axis=1)[:, None],
-        lambda x: x / x.max(axis=1)[:, None],
-    ],
-)
-def test_sums_over_genes_are_computed_row_by_row(code, tmp_path):
+@pytest.mark.parametrize("method", ["sum", "std", "max"])
+def test_sums_over_genes_are_computed_row_by_row(method, tmp_path):
+    def code(x):
+        return x / getattr(x, method)(axis=1)[:, None]
+
     adata = make_adata(40, 12, layout="csr")
     adata.X = adata.X + sp.csr_matrix(np.eye(40, 12, dtype=np.float32)[:, [0] * 12])
     with np.errstate(invalid="ignore"):
