@@ -18,7 +18,7 @@ from dasksc.memory import memory_limit
 from dasksc.readers.arrays import is_group
 from dasksc.readers.names import nameless_index, read_names
 from dasksc.storage import RemoteLocation, UseMmap
-from dasksc.storage.hdf5.reader import check_item
+from dasksc.storage.hdf5.reader import check_filters, check_item
 
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
 # is smaller. Total sizes up to this number are not compared with the memory.
@@ -133,6 +133,8 @@ def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
                 f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, which are "
                 "far too large for its shape. The file is corrupt; write it again from its source."
             )
+        if isinstance(stored, h5py.Dataset):
+            check_filters(stored, f"{path}:{stored.name}")
         yield stored
         return
     for name in stored:

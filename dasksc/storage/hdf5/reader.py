@@ -104,7 +104,7 @@ def _open_error(path: str, n_bytes: int, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be opened as HDF5: {error}")
 
 
-def _check_filters(dataset: h5py.Dataset, label: str) -> None:
+def check_filters(dataset: h5py.Dataset, label: str) -> None:
     """Raise `StorageError` if HDF5 lacks a filter of a dataset, after an attempt to import hdf5plugin."""
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
@@ -137,7 +137,7 @@ class H5Array(SlicedArray):
 
     def reader(self) -> ReadSlice:
         dataset = self._file.root()[self._name]
-        _check_filters(dataset, self.label)
+        check_filters(dataset, self.label)
 
         def read(start: int, stop: int, into: NDArray[Any]) -> None:
             if into.size:
