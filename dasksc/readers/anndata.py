@@ -21,6 +21,7 @@ from dasksc.readers.names import names_in_pieces, stored_names, stored_names_typ
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.tables import (
     ReadSizes,
+    as_strings,
     column_order,
     decode_old_categories,
     entry_of_records,
@@ -31,7 +32,7 @@ from dasksc.readers.tables import (
 )
 from dasksc.storage import RemoteLocation, is_url, open_matrix
 from dasksc.storage.hdf5.reader import H5File, check_item
-from dasksc.storage.opening import matrix_in
+from dasksc.storage.opening import attribute, matrix_in
 from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.zarr.reader import ZarrFile, is_zip, members_of
 
@@ -167,7 +168,7 @@ class AnnDataStore(Store):
 
 def _is_null(stored: Any) -> bool:
     """Return True if a stored element represents None."""
-    return bool(stored.attrs.get("encoding-type", "") == "null")
+    return bool(attribute(stored.attrs, "encoding-type") == "null")
 
 
 def _entries(stored: Any) -> list[str]:
@@ -182,7 +183,7 @@ def described(key: str, stored: Any) -> Iterator[StoredMatrix]:
         if len(stored.shape) == 2:
             yield _described(key, "dense", [stored])
     elif "data" in stored and "indices" in stored:
-        encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "csr")))
+        encoding = str(attribute(stored.attrs, "encoding-type", attribute(stored.attrs, "h5sparse_format", "csr")))
         arrays = [stored[name] for name in ("data", "indices", "indptr")]
         yield _described(key, encoding.removesuffix("_matrix"), arrays)
 
@@ -240,7 +241,7 @@ class MuDataStore(AnnDataStore):
     @cached_property
     def _modalities(self) -> dict[str, AnnDataStore]:
         stored = self._root["mod"]
-        order = [str(name) for name in stored.attrs.get("mod-order", sorted(stored))]
+        order = as_strings(stored.attrs.get("mod-order", sorted(stored)))
         return {name: AnnDataStore(self._path, self._file, stored[name], self._options, self._sizes) for name in order}
 
     def modalities(self) -> Mapping[str, Store]:

@@ -21,6 +21,7 @@ from dasksc.storage import Layout, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.fetched_csr import CSRBlock, CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
+from dasksc.storage.opening import attribute
 
 Block = CSRBlock | NDArray[Any]
 
@@ -40,7 +41,7 @@ def is_group(stored: Any) -> bool:
 
 def is_lazy_matrix(stored: Any) -> bool:
     """Return True if an element that AnnData stored is a matrix that is opened lazily."""
-    encoding = stored.attrs.get("encoding-type", "")
+    encoding = attribute(stored.attrs, "encoding-type", "")
     if is_group(stored):
         return encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs
     return encoding in ("array", "") and _is_numeric_matrix(stored)

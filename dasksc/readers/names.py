@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dasksc.storage import RemoteLocation, UseMmap
 from dasksc.storage.hdf5.direct import read_strings, strings_in_pieces
+from dasksc.storage.opening import attribute
 
 _FEW_NAMES = 100_000
 _PIECE = 2**16
@@ -56,8 +57,11 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
 
 def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
     """Yield the names of a stored obs table, some at a time; return None if they can only be read as a whole."""
-    index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
-    if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
+    index = stored[attribute(stored.attrs, "_index")] if "_index" in stored.attrs else None
+    if (
+        isinstance(index, h5py.Group | zarr.Group)
+        and attribute(index.attrs, "encoding-type") == "nullable-string-array"
+    ):
         index = index["values"]  # No name is missing, so the mask is False everywhere.
     if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
         return _pieces_of_hdf5(index, path)
@@ -68,13 +72,13 @@ def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
 
 def stored_names_type(stored: Any, path: Any) -> tuple[str | None, Any] | None:
     """Return the `name` and `dtype` of the index of a stored obs table; None if it can only be read as a whole."""
-    if stored.attrs.get("encoding-version") != "0.2.0" or stored_names(stored, path) is None:
+    if attribute(stored.attrs, "encoding-version") != "0.2.0" or stored_names(stored, path) is None:
         return None
-    key = str(stored.attrs["_index"])
-    encoding = stored[key].attrs.get("encoding-type")
+    key = str(attribute(stored.attrs, "_index"))
+    encoding = attribute(stored[key].attrs, "encoding-type")
     if encoding == "nullable-string-array" and not stored[key]["mask"][:].any():
         determining = ("encoding-type", "encoding-version", "na-value")
-        dtype = dtype_of_nullable(*(stored[key].attrs.get(name) for name in determining))
+        dtype = dtype_of_nullable(*(attribute(stored[key].attrs, name) for name in determining))
     elif encoding == "string-array":
         dtype = pd.Index(["a"]).dtype
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import h5py
@@ -19,6 +19,7 @@ from dasksc.readers.arrays import is_group
 from dasksc.readers.names import nameless_index, read_names
 from dasksc.storage import RemoteLocation, UseMmap
 from dasksc.storage.hdf5.reader import check_filters, check_item
+from dasksc.storage.opening import attribute
 
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
 # is smaller. Total sizes up to this number are not compared with the memory.
@@ -29,11 +30,11 @@ def read_table(
     stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap
 ) -> pd.DataFrame:
     """Read a table; only `columns`, if the encoding stores columns separately."""
-    version = stored.attrs.get("encoding-version")
+    version = attribute(stored.attrs, "encoding-version")
     if version != "0.2.0" and (columns is None or version == "0.1.0"):
         table = read_elem(stored)
         return table if has_names else table.set_axis(nameless_index(len(table)))
-    index_key = stored.attrs["_index"]
+    index_key = attribute(stored.attrs, "_index")
     kept = column_order(stored) if columns is None else columns
     if has_names:
         index = read_names(stored[index_key], path, mmap=mmap)
@@ -52,9 +53,9 @@ def parts_of_table(stored: Any, columns: Sequence[str] | None, *, has_names: boo
     """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index."""
     # If the table is read as a whole, the list holds only the table itself.
     is_whole = columns is None and has_names
-    if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
+    if is_whole or not is_group(stored) or attribute(stored.attrs, "encoding-version") == "0.1.0":
         return [stored]
-    index_key = stored.attrs.get("_index")
+    index_key = attribute(stored.attrs, "_index")
     wanted = set(stored if columns is None else columns) - {index_key} | ({index_key} if has_names else set())
     return [stored[name] for name in stored if name in wanted]
 
@@ -63,7 +64,12 @@ def column_order(stored: Any) -> list[str]:
     """Return the columns of a stored table, in order; the first field of a record array is the name."""
     if is_record_array(stored):
         return list(stored.dtype.names)[1:]
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in stored.attrs["column-order"]]
+    return as_strings(stored.attrs["column-order"])
+
+
+def as_strings(names: Iterable[Any]) -> list[str]:
+    """Return names as strings, also those of a fixed size."""
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
 
 def is_record_array(stored: Any) -> bool:

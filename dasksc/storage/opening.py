@@ -58,6 +58,12 @@ def hdf5_file(path: str | RemoteLocation, *, use_mmap: UseMmap, cache: Cache | N
     return H5File(LocalFile.of(path, use_mmap))
 
 
+def attribute(attributes: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return an attribute; text of a fixed size, which programs in Julia and R write, as a string."""
+    value = attributes.get(name, default)
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def matrix_in(file: H5File | ZarrFile, key: str, *, attributes: Mapping[str, Any] | None = None) -> Matrix:
     """Open one matrix of an open file whose links have been checked; `attributes` replace those of its group."""
     with _naming_errors(file.path, key):
@@ -71,7 +77,7 @@ def matrix_in(file: H5File | ZarrFile, key: str, *, attributes: Mapping[str, Any
             values = _array_at(file, key)
             return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, given, label))
         # AnnData before 0.7 wrote attributes named h5sparse_*.
-        encoding = given.get("encoding-type", given.get("h5sparse_format"))
+        encoding = attribute(given, "encoding-type", attribute(given, "h5sparse_format"))
         shape = given.get("shape", given.get("h5sparse_shape"))
         if encoding not in ("csr_matrix", "csc_matrix", "csr", "csc") or shape is None:
             raise InputError(

@@ -19,6 +19,7 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc.atlas import catalog, stored
+from dasksc.pushdown import leaf_matrix
 from tests.support.cell_ranger import write_v3
 from tests.support.data import dense, make_adata, same, write_store
 
@@ -63,6 +64,9 @@ def test_text_of_fixed_length_is_text(paths: list[str]) -> None:
         held, attributes = kinds["categories"][:].astype("S"), dict(kinds["categories"].attrs)
         del kinds["categories"]
         kinds.create_dataset("categories", data=held).attrs.update(attributes)
+        for item in (file["X"], file["obs"], file["obs/_index"], kinds):
+            item.attrs.update({k: np.bytes_(v) for k, v in item.attrs.items() if isinstance(v, str)})
+    assert leaf_matrix(dasksc.open(paths[2]).X).label == f"{paths[2]}:/X"
     pd.testing.assert_frame_equal(dasksc.open(paths).obs, expected)
     assert dasksc.open(paths[2]).obs["kind"].tolist() == expected["kind"][12:18].tolist()
 
