@@ -65,7 +65,7 @@ def _run(name: str, args: Sequence[str]) -> int:
     parser, run = prepared(name)
     try:
         code = run(parser.parse_args(args))
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no standard output
     except KeyboardInterrupt as error:
         print("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 130
