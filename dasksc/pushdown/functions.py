@@ -71,6 +71,10 @@ _LIBRARIES = frozenset(
 )
 
 
+# Largest share of rows whose zeros become other values, as by a division by 0, up to which a block stays CSR.
+_MOST_CHANGED = 0.1
+
+
 class row_local:
     """Declare that a function of blocks computes every row from that row alone.
 
@@ -257,12 +261,24 @@ def _of_values(
     with np.errstate(all="ignore"):
         of_zero = call(np.zeros(1, block.dtype), *others)
     if of_zero.any():  # NaN is true
-        return call(_dense(block), *others)
+        changed = of_zero.any(axis=1) if of_zero.shape == (block.shape[0], 1) else np.ones(1, dtype=bool)
+        if changed.mean() > _MOST_CHANGED or block.dtype == np.float16:
+            return call(_dense(block), *others)
+        block = _with_whole_rows(block, changed)
     if not block.has_canonical_format or block.indptr[-1] != len(block.indices):  # add up duplicate entries first
         block = block.copy()
         block.prune()
         block.sum_duplicates()
     return _with_values(block, call(block.data, *(_at_values(other, block) for other in others)))
+
+
+def _with_whole_rows(block: Any, which: NDArray[np.bool_]) -> Any:
+    """Return a CSR block that stores the zeros of some rows."""
+    whole = _dense(block[which])
+    n_rows, n_columns = whole.shape
+    parts = whole.ravel(), np.tile(np.arange(n_columns), n_rows), n_columns * np.arange(n_rows + 1)
+    order = np.argsort(np.concatenate([np.flatnonzero(~which), np.flatnonzero(which)]))
+    return sp.vstack([block[~which], type(block)(parts, shape=whole.shape)], format="csr")[order]
 
 
 def _at_values(array: Any, block: Any) -> Any:

@@ -364,17 +364,17 @@ class RowLocalMatrix(DaskMatrix):
             self.layout = self._computed_layout()
 
     def _computed_layout(self) -> Layout:
-        """Return the layout of a row that is computed from empty stored rows."""
+        """Return the layout of a row that is computed from made-up stored rows."""
         # Dask's meta may be wrong for elementwise functions, since Dask infers it from SciPy's matrix products and
         # powers.
         plan, steps, _ = self._one_row()
         if not any(matrix.layout == "csr" for matrix, _ in plan.needs.values()):
             return self.layout
-        plan.read(_empty_rows)
+        plan.read(_made_up_rows)
         try:
             with np.errstate(all="ignore"):
                 return "csr" if all(sp.issparse(step()) for step in steps) else self.layout
-        except Exception:  # a function may raise anything for empty rows
+        except Exception:  # a function may raise anything for such rows
             return self.layout
 
     def _one_row(self) -> tuple[Plan, list[Step], int]:
@@ -448,7 +448,8 @@ def _dtypes(block: Any) -> tuple[np.dtype[Any], ...]:
     return (block.dtype, block.indices.dtype) if sp.issparse(block) else (block.dtype,)
 
 
-def _empty_rows(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
-    shape = len(rows), matrix.shape[1]
-    block = sp.csr_matrix(shape, dtype=matrix.dtype) if matrix.layout == "csr" else np.zeros(shape, matrix.dtype)
-    return as_matrix(block, "empty rows").fetch(np.arange(len(rows), dtype=np.int64))
+def _made_up_rows(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
+    # Their sums and variances are not 0, so that zeros divided by these stay zeros.
+    values = np.tile(1 + np.arange(matrix.shape[1]) % 2, (len(rows), 1)).astype(matrix.dtype)
+    block = sp.csr_matrix(values) if matrix.layout == "csr" else values
+    return as_matrix(block, "made-up rows").fetch(np.arange(len(rows), dtype=np.int64))

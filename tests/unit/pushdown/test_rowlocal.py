@@ -88,6 +88,7 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "gene weights of a partial function": lambda x: x.map_blocks(
         partial(np.multiply, np.arange(N_VARS)), dtype=float, meta=x._meta.astype(float)
     ),
+    "shares": lambda x: x / x.sum(axis=1, keepdims=True),
     "squares": lambda x: x**2,
     "squares of what was divided by gene": lambda x: (x / WEIGHTS) ** 2,
     "beyond a number for each gene, and few": lambda x: (x > WEIGHTS) & (x < 9),
@@ -113,7 +114,6 @@ DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
 ELEMENTWISE = STAY_CSR | DENSIFYING
 
 DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
-    "shares": lambda x: x / x.sum(axis=1, keepdims=True),
     "scores by row": lambda x: (
         (da.log1p(x) - da.log1p(x).mean(axis=1, keepdims=True)) / (1 + da.log1p(x).std(axis=1, keepdims=True))
     ),
