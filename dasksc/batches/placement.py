@@ -194,9 +194,11 @@ class Placement:
 
 def _expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CSR tensor as a dense one, on its device."""
+    # CUDA expands CSR by a thread for each row, but COO by one for each value.
     values = tensor.values()
     if values.dtype not in _SIGNED:
-        return tensor.to_dense()
+        return tensor.to_sparse().to_dense()
     signed = values.view(_SIGNED[values.dtype])
     size = tensor.shape[0], tensor.shape[1]
-    return csr_tensor(tensor.crow_indices(), tensor.col_indices(), signed, size).to_dense().view(values.dtype)
+    csr = csr_tensor(tensor.crow_indices(), tensor.col_indices(), signed, size)
+    return csr.to_sparse().to_dense().view(values.dtype)

@@ -165,9 +165,10 @@ class scDataset(IterableDataset[Any]):
         of the loop, from pinned memory, on a stream of their own; `n_device_bytes` limits them.
     expand
         Where matrices stored as CSR become dense, with ``layout="dense"`` and `device`: ``"host"``, or ``"device"`` to
-        copy them as CSR. ``"auto"`` chooses the device if it is not the CPU, CSR takes at most half the memory, and no
-        `transform` needs dense batches; those of dasksc need none. With ``"device"``, transforms receive CSR tensors. A
-        tokenizer that is the last transform then only counts and draws on the host, and makes its tokens on the device.
+        copy them as CSR. ``"auto"`` chooses the device if it is neither the CPU nor Apple's MPS, which has no CSR
+        tensors, CSR takes at most half the memory, and no `transform` needs dense batches; those of dasksc need none.
+        With ``"device"``, transforms receive CSR tensors. A tokenizer that is the last transform then only counts and
+        draws on the host, and makes its tokens on the device.
     pin_memory
         If True, batches are in pinned memory, unless they are on a `device`.
     progress

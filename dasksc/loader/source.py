@@ -171,8 +171,10 @@ class MatrixSource(Source):
     def expanded(self, spec: LoaderSpec) -> frozenset[str]:
         """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device."""
         steps = () if spec.transforms is None else spec.transforms.steps
-        is_possible = spec.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
-        if spec.expand == "host" or (spec.expand == "auto" and not (spec.is_on_device and is_possible)):
+        # MPS has no CSR tensors.
+        is_able = spec.device is not None and spec.device.type not in ("cpu", "mps")
+        is_possible = is_able and spec.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
+        if spec.expand == "host" or (spec.expand == "auto" and not is_possible):
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not is_obsm(name)}
         if spec.expand == "auto":

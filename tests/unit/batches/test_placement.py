@@ -230,7 +230,7 @@ def test_the_density_decides_unless_a_transform_needs_dense_batches():
     def expanded(**options: Any) -> set[str]:
         return set(dasksc.scDataset(adata, layers=["full"], seed=0, **options).memory.expanded)
 
-    assert expanded() == expanded(device="cpu") == expanded(device="meta", expand="host") == set()
+    assert expanded(device="cpu") == expanded(device="mps") == expanded(device="meta", expand="host") == set()
     assert expanded(device="meta") == {"X"}
     assert expanded(device="cpu", expand="device") == {"X", "layers/full"}
     masks = dasksc.transforms.MaskGenes(0.2)
