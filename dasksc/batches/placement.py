@@ -8,6 +8,7 @@ made once, on the device, unless transforms need them on the host first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -139,9 +140,7 @@ class Placement:
         if device == torch.device("cuda"):
             # The current device is that of the thread of the loop; other threads have their own.
             device = torch.device("cuda", torch.cuda.current_device())
-        self._stream: Any = None
-        if device is not None and device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(device) if device is not None and device.type == "cuda" else None
         self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
         self._expands, self._block_bytes = expands, block_bytes
         self._last = last  # transform of batches on the device
@@ -192,13 +191,18 @@ class Placement:
         return value
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream of this process that copies to a device."""
+    # torch keeps the memory of each stream for that stream, so another one in each epoch would need as much again.
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CSR tensor as a dense one, on its device."""
     # CUDA expands CSR by a thread for each row, but COO by one for each value.
     values = tensor.values()
-    if values.dtype not in _SIGNED:
-        return tensor.to_sparse().to_dense()
-    signed = values.view(_SIGNED[values.dtype])
-    size = tensor.shape[0], tensor.shape[1]
-    csr = csr_tensor(tensor.crow_indices(), tensor.col_indices(), signed, size)
-    return csr.to_sparse().to_dense().view(values.dtype)
+    if signed := _SIGNED.get(values.dtype):
+        shape = tensor.shape[0], tensor.shape[1]
+        tensor = csr_tensor(tensor.crow_indices(), tensor.col_indices(), values.view(signed), shape)
+    return tensor.to_sparse().to_dense().view(values.dtype)

@@ -145,18 +145,14 @@ def test_transforms_may_return_any_structure(adata):
         assert batch["loss"].requires_grad
 
 
-@pytest.mark.parametrize(
-    "options", [{"device": "cpu", "expand": "device"}, {"device": "meta", "layout": "csr"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"device": "cpu", "expand": "device"}, {"device": "meta", "layout": "csr"}])
 def test_row_numbers_that_a_loop_collects_keep_no_other_memory_alive(options, adata):
     for batch in dasksc.scDataset(adata, "shuffle", obs=["gene"], seed=0, **options):
         for part in (batch.index, batch.obs["gene"]):
             assert part.untyped_storage().nbytes() == part.nbytes
 
 
-class FakeStream:
-    """Record of the order of calls, which a stream and its events receive."""
-
+class FakeStream:  # records the order of calls, which a stream and its events receive
     def __init__(self, calls: list[str], name: str) -> None:
         self.calls, self.name = calls, name
 
@@ -170,7 +166,7 @@ class FakeStream:
 
 def test_the_stream_of_the_loop_waits_for_the_copy_and_is_known_to_every_tensor(monkeypatch):
     calls: list[str] = []
-    own, loop = FakeStream(calls, "own"), FakeStream(calls, "loop")
+    loop = FakeStream(calls, "loop")
     recorded: list[torch.Tensor] = []
 
     @contextlib.contextmanager
@@ -182,8 +178,11 @@ def test_the_stream_of_the_loop_waits_for_the_copy_and_is_known_to_every_tensor(
     monkeypatch.setattr(torch.cuda, "stream", used)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: loop)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
-    placement = Placement(torch.device("cpu"), is_pinned=False, is_staged=True, expands=False, block_bytes=2**20)
-    placement._stream = own
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(calls, "own"))
+    options = {"is_pinned": False, "is_staged": True, "expands": False, "block_bytes": 2**20}
+    placement, of_next_epoch = (Placement(torch.device("cuda", 63), **options) for _ in range(2))
+    assert placement._stream is of_next_epoch._stream
+    placement._device = torch.device("cpu")  # no machine has that GPU
     block = placement.memory()
     X = torch.from_numpy(block.empty((3, 4), np.float32)).fill_(1).to_sparse_csr()
     batch = Batch(X=X, obs={"type": torch.arange(3)}, index=torch.arange(3))
