@@ -107,9 +107,9 @@ def convert(
         (``tocoo``, ``multiply``), copy the AnnData (``adata.copy()``). If False, values have the data types of the
         input, and column indices the types that SciPy chooses.
     memory_limit
-        Memory to use, not counting obs, var and the page cache, in bytes or as a string such as ``"4GiB"``. Default:
-        ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
-        longer reads.
+        Memory to use, not counting obs, var, CSC matrices (which take three times their size) and the page cache, in
+        bytes or as a string such as ``"4GiB"``. Default: ``dasksc.memory-limit`` of Dask's configuration. With more
+        memory, compressed input is shuffled in fewer and longer reads.
     overwrite
         If True, replace a store at `target`, and discard an unfinished conversion that has other arguments.
     verify

@@ -112,11 +112,12 @@ class MemoryProjection:
         if isinstance(source, MatrixSource):
             needed = self._least_bytes(self.fetch_factor)
             if needed > self.limit:
+                fetch = "fetch_factor (None chooses the largest that fits), " if self.fetch_factor > 1 else ""
                 raise InputError(
                     f"batches of {batch_size} rows, fetched {self.fetch_factor} at a time with "
                     f"prefetch={self.prefetch}, need {format_bytes(needed)} of memory, but memory_limit is "
-                    f"{format_bytes(self.limit)}. Lower fetch_factor (None chooses the largest that fits), batch_size "
-                    f"or prefetch, or raise memory_limit to at least '{-(-needed // 2**20)}MiB'"
+                    f"{format_bytes(self.limit)}. Lower {fetch}batch_size or prefetch, or raise memory_limit to at "
+                    f"least '{-(-needed // 2**20)}MiB'"
                 )
 
     @property

@@ -401,6 +401,9 @@ def _of_parts(spec: LoaderSpec, name: str, collection: Any, parts: Mapping[str, 
             columns |= {key: kept for key in own if not is_obsm(key)}
         if match is not None:
             matches[modality] = match
+        if spec.transforms is not None and not modality:
+            genes = part.var.index if kept is None else part.var.index[kept.positions] if match is None else match.names
+            spec.transforms.check_columns(list(map(str, genes)))
     obs = {key: atlas.obs[require_key("obs", key, atlas.obs, of=atlas)] for key in spec.obs}
     found = matches if modalities else matches.get("")
     return MatrixSource(

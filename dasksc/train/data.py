@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import dasksc
@@ -51,7 +50,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     weights = None if issubclass(strategy_class, dasksc.CellSets) else strategy.get("weights")
     adata = opened(data.path, data, _columns(obs, data, weights))
     if isinstance(weights, str):
-        strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
+        strategy["weights"] = adata.obs[weights].to_numpy()
     held_out = None
     if split is not None:
         if "indices" in strategy:
@@ -59,6 +58,8 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
                 "data.strategy.indices and data.validation both select the training rows; give one of them"
             )
         rows = None if data.filter is None else dasksc.rows_where(adata, data.filter)
+        if rows is not None and not len(rows):
+            raise InputError(f"data.filter={data.filter!r} matches none of the {adata.n_obs} cells")
         strategy["indices"], held_out = _split(adata, split, rows).values()
         if isinstance(weights, str):
             strategy["weights"] = strategy["weights"][strategy["indices"]]

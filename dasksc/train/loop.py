@@ -265,6 +265,8 @@ class _Run:
                 "expect counts, perhaps in raw: data.open.raw=true), lower training.optimizer.lr, or set a "
                 "training.gradient_clip"
             )
+        if not figures and self.ranks.rank == 0:
+            self.say("the model uses none of the rows (they may have no label), so it learns nothing from them")
         self.n_cells += n_rows
         for name, value in metrics.items():
             metrics[name] = float(value.full_tensor() if isinstance(value, DTensor) else value)
@@ -276,9 +278,9 @@ class _Run:
         """Record the value of the monitored metric at this step; None if it is a mean over no items."""
         name = self.monitor.removeprefix("validation_")
         if figures and name not in figures:
-            raise InputError(
-                f"training.monitor={self.monitor!r} is not a metric of this run; its metrics are {', '.join(figures)}"
-            )
+            prefix = "validation_" if self.monitors_validation else ""
+            names = ", ".join(f"{prefix}{one}" for one in figures)
+            raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run, which has {names}")
         self.rated = figures.get(name)
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:

@@ -50,6 +50,14 @@ class Transforms:
             return self, None
         return replace(self, steps=(*others, last._on_host)), last._on_device
 
+    def check_columns(self, names: list[str]) -> None:
+        """Raise an error if a tokenizer has the genes of X in another order; other transforms may reorder them."""
+        for one in self.steps:
+            if not getattr(one, "_takes_csr", False):
+                return
+            if hasattr(one, "_check_columns"):
+                one._check_columns(names)
+
     def apply(self, batch: Any, number: int) -> Any:
         """Apply all transforms to a batch that no other code refers to, given its number in the epoch."""
         for one in self.steps:

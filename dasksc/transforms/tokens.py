@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
@@ -113,6 +114,7 @@ class _Tokens:
         self.keep_ratio = float(keep_ratio)
         self.padding = padding
         self.seed = whole_number("seed", seed, 0, 2**64)
+        self._names = names
         self._ids = vocabulary.ids_of(names, missing=missing)
         kept = Counter(name for name, i in zip(names, self._ids, strict=True) if i >= 0)
         if repeated := [name for name, n in kept.items() if n > 1]:
@@ -127,6 +129,15 @@ class _Tokens:
     def max_length(self) -> int:
         """Maximum number of tokens of a cell."""
         return self.max_genes + self.prepend_cls
+
+    def _check_columns(self, names: list[str]) -> None:
+        """Raise `InputError` if the columns of X have the genes of this tokenizer in another order."""
+        if names != self._names and sorted(names) == sorted(self._names):
+            at = next(i for i, name in enumerate(names) if name != self._names[i])
+            raise InputError(
+                f"the tokenizer has the genes of X in another order: column {at} of X is {names[at]!r}, but its gene "
+                f"{at} is {self._names[at]!r}. Give it the names in the order of the columns, as in genes="
+            )
 
     def at_epoch(self: T, epoch: int) -> T:
         """Return this transform with the random masks and gene subsets of an epoch; `scDataset` calls it."""
@@ -257,8 +268,8 @@ class RankTokens(_Tokens):
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     medians
-        One positive number per gene, shape (n_genes,), by which the gene's values are divided before ranking, such as
-        their median over the cells that express the gene.
+        One positive number per gene, by which the gene's values are divided before ranking, such as their median over
+        the cells that express the gene: an array of shape (n_genes,), or a Series or dict by the names of genes.
     max_genes
         Maximum number of genes per cell; the genes with the smallest values are omitted.
     prepend_cls
@@ -321,6 +332,10 @@ class RankTokens(_Tokens):
         super().__init__(genes, vocabulary, max_genes, shares, missing, padding, seed, prepend_cls=prepend_cls)
         self.medians: NDArray[np.float32] | None = None
         if medians is not None:
+            if isinstance(medians, Mapping | pd.Series) and not isinstance(
+                getattr(medians, "index", None), pd.RangeIndex
+            ):
+                medians = pd.Series(medians).reindex(self._names).where(self._ids >= 0, 1)
             given = array_of("medians", medians)
             if given.dtype.kind not in "biuf":
                 raise WrongTypeError("medians must be an array of numbers, one per gene, in the order of `genes`")

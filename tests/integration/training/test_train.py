@@ -159,14 +159,16 @@ def test_the_best_validated_epochs_are_kept_whatever_save_every_is(raw, tmp_path
     assert checkpoints(tmp_path / "none") == [44]
 
 
-def test_an_unknown_monitor_is_refused_early(raw, tmp_path):
+def test_an_unknown_monitor_and_an_empty_filter_are_refused(raw, tmp_path):
     with pytest.raises(InputError, match="monitor='acuracy'"):
         train(raw, training__monitor="acuracy")
     assert not (tmp_path / "run" / "step-00000013").exists()
-    with pytest.raises(InputError, match="'validation_los'.*accuracy.*loss"):
+    with pytest.raises(InputError, match="'validation_los'.*validation_accuracy"):
         train(raw, training__monitor="validation_los", data__validation=0.2)
     with pytest.raises(InputError, match="'validation_loss'.*data.validation"):
         train(raw, training__monitor="validation_loss")
+    with pytest.raises(InputError, match="data.filter=.*'none'"):
+        train(raw, data__filter="cell_type == 'none'", data__validation=0.2)
 
 
 def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, atlas):

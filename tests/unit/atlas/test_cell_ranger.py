@@ -29,14 +29,12 @@ NAMES = ["twice" if i in (3, 11) else f"gene {i}" for i in range(20)]
 
 
 def scanpys(path: Path, kept: Any = slice(None), **options: Any) -> AnnData:
-    """Read the features `kept` with scanpy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # names repeat
         return sc.read_10x_h5(path, **{"gex_only": False} | options)[:, kept].copy()
 
 
 def same(opened: AnnData, expected: AnnData) -> None:
-    """Check that X, obs and var are equal."""
     assert opened.shape == expected.shape
     assert list(opened.obs_names) == list(expected.obs_names)
     assert list(opened.var_names) == list(expected.var_names)

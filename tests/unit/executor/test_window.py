@@ -62,8 +62,6 @@ def fail_at_5(k: int) -> int:
 
 
 class Sized:
-    """Result of a known size."""
-
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 

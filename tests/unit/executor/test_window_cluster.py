@@ -33,7 +33,6 @@ def client(request: pytest.FixtureRequest) -> distributed.Client:
 
 
 def nothing_is_left(client: distributed.Client) -> bool:
-    """Return True if no task, future or key remains."""
     return not (client.cluster.scheduler.tasks or client.futures)
 
 

@@ -51,7 +51,6 @@ class Embedder(nn.Module):
 
 
 def plain(model: nn.Module, data: Any, **options: Any) -> np.ndarray:
-    """Return the predictions of a plain loop over batches."""
     model.eval()
     with torch.no_grad():
         dataset = dasksc.scDataset(data, dasksc.Streaming(), BATCH, rank=0, world_size=1, **options)
@@ -180,7 +179,6 @@ def test_missing_units_are_predicted_by_any_number_of_ranks(atlas, tmp_path, n_b
 
 
 def unfinished(model: Any, atlas: Any, out: Path, n_batches: int = 4, **options: Any) -> None:
-    """Interrupt a prediction after `n_batches` batches."""
     n_called = itertools.count()
 
     def interrupted(batch: Any) -> Any:

@@ -34,7 +34,6 @@ def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float
 
 
 def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, target: int) -> np.ndarray[Any, Any]:
-    """Return the thinned or sampled rows as a dense array."""
     rows = np.arange(len(dense), dtype=np.int64) * 3
     indptr, columns, values = as_csr(dense)
     assert change(key, number, rows, (indptr, columns, values), p, target) == -1

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.core
 
 
 class Shuffled(dasksc.SamplingStrategy):
-    """Custom strategy that draws its own random order."""
-
     def get_len(self, data_collection: Any) -> int:
         return len(data_collection)
 
@@ -82,7 +80,6 @@ def yielded_by(plan: EpochPlan) -> NDArray[np.int64]:
 
 
 def drawn_in(plan: EpochPlan) -> NDArray[np.int64]:
-    """Return all rows of the epoch, in the order of the draws."""
     return plan.sampler.draw(plan.seed, plan.epoch).rows(np.arange(plan.n_rows, dtype=np.int64))
 
 

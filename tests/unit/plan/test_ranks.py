@@ -25,7 +25,6 @@ RANKS = st.integers(1, 4)
 
 
 def raised(outcomes: list[object]) -> RankMismatchError:
-    """Return the only error among the outcomes."""
     (error,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert isinstance(error, RankMismatchError)
     return error

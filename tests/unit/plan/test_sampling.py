@@ -37,7 +37,6 @@ def rows_of(strategy: dasksc.SamplingStrategy, n: int, seed: int = 0, epoch: int
 
 
 def counts_of(strategy: dasksc.SamplingStrategy, n: int, n_epochs: int = 1) -> NDArray[np.int64]:
-    """Return the number of draws of each row."""
     return sum((np.bincount(rows_of(strategy, n, epoch=e), minlength=n) for e in range(n_epochs)), np.zeros(n, int))
 
 

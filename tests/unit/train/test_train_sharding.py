@@ -21,8 +21,6 @@ PLACE = Ranks(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu
 
 
 class Model(nn.Module):
-    """Model with a layer of 128 x 64 parameters and a bias, and a small layer of 64 x 2."""
-
     def __init__(self) -> None:
         super().__init__()
         self.large = nn.Linear(64, 128)

@@ -136,7 +136,8 @@ def test_tokens_made_on_a_device_are_those_of_the_host(cells, layout, is_ranked,
     prepend_cls=st.booleans(),
 )
 def test_ranked_tokens_are_those_of_the_reference(cells, layout, max_genes, medians, prepend_cls):
-    tokens = RankTokens(GENES, medians=medians, max_genes=max_genes, prepend_cls=prepend_cls)
+    by_name = medians and dict(reversed(list(zip(GENES, medians, strict=True))))
+    tokens = RankTokens(GENES, medians=by_name, max_genes=max_genes, prepend_cls=prepend_cls)
     made = tokens(batch_of(cells, layout))
     start = [(tokens.vocabulary.cls_id, 0.0)] if prepend_cls else []
     ids = list(range(3, 3 + N_GENES))
@@ -262,6 +263,11 @@ def batch_with(value: float) -> Batch:
     return Batch(X=X, index=torch.tensor([30, 31]))
 
 
+def read_with(*transform, **options):
+    adata = ad.AnnData(np.ones((4, N_GENES), np.float32), var=pd.DataFrame(index=GENES))
+    return next(iter(dasksc.scDataset(adata, batch_size=4, transform=transform, seed=0, **options)))
+
+
 @pytest.mark.parametrize(
     ("use", "error", "fact"),
     [
@@ -270,7 +276,8 @@ def batch_with(value: float) -> Batch:
         (lambda: ValueBins(pd.DataFrame(index=GENES)), WrongTypeError, "var.index"),
         (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), WrongTypeError, "dasksc.tokens.Vocabulary"),
         (lambda: RankTokens(GENES, vocabulary="none.json"), MissingPathError, "none.json"),
-        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), WrongTypeError, "medians"),
+        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), InputError, "medians"),
+        (lambda: RankTokens(GENES, medians=["1"] * 9), WrongTypeError, "medians"),
         (lambda: RankTokens(GENES, medians=[1.0]), InputError, r"\(1,\)"),
         (lambda: RankTokens(GENES, medians=[0.0] * 9), InputError, "above 0"),
         (lambda: RankTokens(["a", "b", "a"]), InputError, "'a'.*var_names_make_unique"),
@@ -290,11 +297,18 @@ def batch_with(value: float) -> Batch:
         (lambda: ValueBins(GENES)(batch_with(-1)), InputError, "row 31 "),
         (lambda: RankTokens(GENES)({"X": torch.ones(2, N_GENES)}), InputError, "transform="),
         (lambda: dasksc.scDataset(np.ones((4, 9)), batch_transform=RankTokens(GENES)), InputError, "batch_transform="),
+        (lambda: read_with(RankTokens(GENES[::-1])), InputError, "'gene0'.*'gene8'"),
+        (lambda: read_with(RankTokens(GENES), genes=GENES[::-1]), InputError, "'gene8'.*'gene0'"),
     ],
 )
 def test_what_makes_no_tokens_is_refused(use, error, fact):
     with pytest.raises(error, match=fact):
         use()
+
+
+def test_an_earlier_transform_may_reorder_the_genes():
+    made = read_with(lambda batch: Batch(batch, X=batch.X.flip(1)), RankTokens(GENES[::-1]))
+    assert made.input_ids.shape == (4, N_GENES)
 
 
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
