@@ -374,7 +374,8 @@ def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
     byte = bytearray(1)
     for offset in offsets[:: max(1, len(offsets) // _SAMPLED)].tolist():
         try:
-            os.preadv(number, [byte], offset, no_wait)
+            if not os.preadv(number, [byte], offset, no_wait):
+                return False  # beyond the end of the file
         except OSError:  # the read would block, or the file system does not support RWF_NOWAIT
             return False
     return True
