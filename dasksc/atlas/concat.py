@@ -264,10 +264,10 @@ def joined_obs(
         joined[label] = pd.Categorical.from_codes(np.repeat(origins, sizes), categories=list(keys))
     if all(isinstance(table.index, pd.RangeIndex) for table in tables) and index_unique is None:
         return joined
-    names = pd.concat([table.index.to_series() for table in tables], ignore_index=True)
+    names = tables[0].index.append([table.index for table in tables[1:]])
     if index_unique is not None:
         names = names.str.cat(np.repeat(np.array(keys, dtype=object), sizes), sep=index_unique)
-    joined.index = pd.Index(names)
+    joined.index = names
     return joined
 
 

@@ -52,7 +52,8 @@ def advise_ranges(function, addresses, sizes, gap, most, page):
 def _number(data, at, n_bytes):
     value = np.int64(0)
     for i in range(n_bytes):
-        value |= np.int64(data[at + i]) << np.int64(8 * i)
+        # A signed index would be tested for negative ones, which prevents a single load.
+        value |= np.int64(data[np.uint64(at + i)]) << np.int64(8 * i)
     return value
 
 

@@ -71,7 +71,9 @@ class ZarrReader(Reader):
         """Return True for a group of Zarr; at a URL, this takes up to three requests."""
         if isinstance(path, RemoteLocation):
             return path.is_zarr()
-        return is_zip(path) or any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS)
+        if not os.path.isdir(path):
+            return is_zip(path)
+        return any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
         file = ZarrFile(path, use_mmap=options.mmap, cache=options.cache_of(path))

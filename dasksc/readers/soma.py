@@ -62,7 +62,7 @@ class SomaReader(Reader):
             if path.is_on_web or path.key.endswith(HDF5_ENDINGS):
                 return False
             return path.below(_MARKERS[0]).exists()
-        return any(os.path.exists(os.path.join(path, marker)) for marker in _MARKERS)
+        return os.path.isdir(path) and any(os.path.exists(os.path.join(path, marker)) for marker in _MARKERS)
 
     def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
         return SomaStore(path, options)
