@@ -26,9 +26,13 @@ from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import Openable, OpenOptions, names_given, naming_errors
-from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap
+from dasksc.storage import Cache, ConcatenatedMatrix, UseMmap, is_url
+from dasksc.storage.files import advise_ends
 
 logger = logging.getLogger("dasksc.collection")
+
+# Number of files whose metadata are read ahead together, so that opening one seldom waits for a disk.
+_N_AHEAD = 64
 
 
 def open(
@@ -307,6 +311,9 @@ def _open_several(
     opened = []
     ahead = remote_files([one for _, one in parts], obs, lenient) if extent == "joined" else [None] * len(parts)
     for number, ((_, one), file) in enumerate(zip(parts, ahead, strict=True)):
+        for _, path in parts[number : number + _N_AHEAD] if number % _N_AHEAD == 0 else ():
+            if isinstance(path, str) and not is_url(path):
+                advise_ends(path)
         try:
             opened.append(open_one(one, obs, lenient, extent, file))
         except DaskscError as error:

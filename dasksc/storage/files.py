@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -352,6 +352,19 @@ def hashing() -> Iterator[None]:
         yield
     finally:
         is_hashing.reset(reset)
+
+
+def advise_ends(path: str) -> None:
+    """Ask the kernel to read both ends of a file, where most metadata of HDF5 are, without waiting for it."""
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return
+    with suppress(OSError):  # opening the file reports it
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would wait for its writer
+        try:
+            for at in (0, max(0, os.fstat(number).st_size - _ADVICE_BYTES)):
+                os.posix_fadvise(number, at, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(number)
 
 
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:

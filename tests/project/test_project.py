@@ -34,10 +34,8 @@ USERS_EXTRAS = ("dashboard", "remote", "demo", "train")
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the bounds of every package that pyproject.toml requires, with the given extras or all extras.
-
-    An extra may require a higher version than the core, but two extras must agree.
-    """
+    """Return the bounds of every package that pyproject.toml requires, with the given extras or all extras."""
+    # An extra may require a higher version than the core, but two extras must agree.
     extras = PYPROJECT["project"]["optional-dependencies"]
     chosen = extras if wanted is None else wanted
     core = {one.name: str(one.specifier) for one in map(Requirement, PYPROJECT["project"]["dependencies"])}

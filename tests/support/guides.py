@@ -109,10 +109,8 @@ def write_files(text: str, folder: Path) -> None:
 
 
 def printed_by(page: Path, folder: Path, site: Path, demo: Path) -> str:
-    """Run a page in a folder; return its output.
-
-    `demo` is a folder with the files that the first command writes. They are copied, and that command does not run.
-    """
+    """Run a page in a folder; return its output."""
+    # `demo` is a folder with the files that the first command writes. They are copied, and that command does not run.
     text = page.read_text()
     first = BLOCK.search(text)
     assert first
@@ -146,9 +144,7 @@ MACHINE = (
 
 
 def comparable(output: str) -> list[str]:
-    """Return the sorted numbers of an output, without those that depend on the machine; its words are free.
-
-    Numbers are sorted since lines of several ranks arrive in any order.
-    """
+    """Return the sorted numbers of an output, without those that depend on the machine; its words are free."""
+    # Numbers are sorted since lines of several ranks arrive in any order.
     fixed = re.sub("|".join(MACHINE), "", output, flags=re.MULTILINE)
     return sorted(re.findall(NUMBER, fixed)) if output.strip() else ["nothing"]

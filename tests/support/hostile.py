@@ -64,10 +64,8 @@ def small() -> AnnData:
 
 
 def full() -> AnnData:
-    """Return a dense atlas of 20 cells and 6 genes, with arrays in obs, var, varm, varp, obsm and uns.
-
-    dasksc reads these arrays whole.
-    """
+    """Return a dense atlas of 20 cells and 6 genes, with arrays in obs, var, varm, varp, obsm and uns."""
+    # dasksc reads these arrays whole.
     adata = small()
     adata.obs["n"] = np.arange(20.0)
     adata.var["n"] = np.arange(6.0)

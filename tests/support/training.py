@@ -80,10 +80,8 @@ def figures(folder: Path, name: str = "loss") -> list[float]:
 def alone(
     atlas: Path, n_ranks: int, *, then: int | None = None, k: int = 1, clip: float | None = None, share: float = SHARE
 ) -> dict[str, list[float]]:
-    """Run the same training in a plain loop, whose batches concatenate those of all ranks.
-
-    `then` is the number of ranks in later epochs, if it differs from that of the first.
-    """
+    """Run the same training in a plain loop, whose batches concatenate those of all ranks."""
+    # `then` is the number of ranks in later epochs, if it differs from that of the first.
     adata = dasksc.open(atlas)
     rows, held_out = split_rows(adata, share=share)
     strategy = dasksc.BlockShuffling(4, indices=rows)

@@ -34,10 +34,8 @@ def stream(key: int, number: int) -> int:
 
 
 def below(key: int, counter: int, n: int) -> int:
-    """Draw an integer below `n` with Lemire's method.
-
-    If both 32-bit halves of one word are rejected, the upper halves of words of a separate stream follow.
-    """
+    """Draw an integer below `n` with Lemire's method."""
+    # If both 32-bit halves of one word are rejected, the upper halves of words of a separate stream follow.
     too_few = 2**32 % n
     word = bits(key, counter)
     for half in (word >> 32, word % 2**32):

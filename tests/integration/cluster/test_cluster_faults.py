@@ -48,10 +48,8 @@ def local(n_workers: int, **options: Any) -> distributed.LocalCluster:
 
 
 def watched(cluster: distributed.LocalCluster) -> list[int]:
-    """Return the process IDs of the workers that have finished starting.
-
-    A nanny does not restart a worker that dies while starting.
-    """
+    """Return the process IDs of the workers that have finished starting."""
+    # A nanny does not restart a worker that dies while starting.
 
     def started() -> list[int]:
         # The status of a nanny is "running" even while it restarts its worker.

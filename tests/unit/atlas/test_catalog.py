@@ -207,3 +207,15 @@ def test_files_with_the_same_cells_are_reported(paths: list[str], caplog: pytest
     shutil.copy(paths[0], Path(paths[0]).with_name("copy.h5ad"))
     dasksc.open([*paths, str(Path(paths[0]).with_name("copy.h5ad"))])
     assert any("same" in record.message and "copy" in record.message for record in caplog.records)
+
+
+def test_ends_of_files_are_read_ahead(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    given = {os.stat(path).st_ino: path for path in paths}
+
+    def advise(number: int, at: int, *_: int) -> None:
+        ends.append((given[os.fstat(number).st_ino], at))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    dasksc.open(paths)
+    assert ends == [(path, 0) for path in paths for _ in range(2)]
