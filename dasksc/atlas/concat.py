@@ -162,8 +162,8 @@ def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any)
 def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, part in zip(names, parts, strict=True):
-        for column, dtype in part.obs.dtypes.items():
-            found.setdefault(str(column), {})[name] = dtype
+        for column, values in part.obs.items():
+            found.setdefault(str(column), {})[name] = values.dtype
     for column, dtypes in found.items():
         ordered = [name for name, dtype in dtypes.items() if getattr(dtype, "ordered", False)]
         if ordered and len(set(dtypes.values())) > 1:
@@ -278,8 +278,8 @@ def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
     if not columns.is_unique or not all(table.columns is columns or table.columns.equals(columns) for table in tables):
         return None
     joined: dict[Any, Any] = {}
-    for at, name in enumerate(columns):
-        arrays = [table.iloc[:, at].array for table in tables]
+    for name in columns:
+        arrays = [table[name].array for table in tables]
         if all(isinstance(array, pd.Categorical) for array in arrays):
             # Categories that have been read before are the same object.
             dtypes = {(id(array.categories), array.ordered): array.dtype for array in arrays}
