@@ -278,6 +278,8 @@ class _Run:
         """Record the value of the monitored metric at this step; None if it is a mean over no items."""
         name = self.monitor.removeprefix("validation_")
         if figures and name not in figures:
+            if self.monitors_validation:
+                self._save()  # the run can go on with another monitor
             prefix = "validation_" if self.monitors_validation else ""
             names = ", ".join(f"{prefix}{one}" for one in figures)
             raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run, which has {names}")

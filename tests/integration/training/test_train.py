@@ -165,6 +165,7 @@ def test_an_unknown_monitor_and_an_empty_filter_are_refused(raw, tmp_path):
     assert not (tmp_path / "run" / "step-00000013").exists()
     with pytest.raises(InputError, match="'validation_los'.*validation_accuracy"):
         train(raw, training__monitor="validation_los", data__validation=0.2)
+    assert checkpoints(tmp_path / "run") == [11]
     with pytest.raises(InputError, match="'validation_loss'.*data.validation"):
         train(raw, training__monitor="validation_loss")
     with pytest.raises(InputError, match="data.filter=.*'none'"):
